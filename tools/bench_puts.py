@@ -222,6 +222,8 @@ def main() -> None:
         "versions": machine.versions("nccl4py"),
         "rows": [row for row in earlier if row["nccl"] != nccl] + [{"nccl": nccl, **row} for row in rows],
     }
+    if wrong := [row for row in rows if not row["right"]]:
+        raise SystemExit(f"other bytes arrived: {wrong}")
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     for row in rows:
         print(nccl, row, flush=True)

@@ -109,12 +109,12 @@ def session_memory(
         by_transport["direct"] = _direct(_each(ranks, lambda rank: rank.hops), alike, options, topology)
     if "nccl" in transports:
         domains = None if topology is None else shared_gpus(plan, topology, "nccl").cells
-        by_transport["nccl"] = _nccl(_each(ranks, lambda rank: rank.hops), alike, options, domains)
+        by_transport["nccl"] = _nccl(_each(ranks, lambda rank: rank.hops), alike, options, domains, plan.waves)
     if "gloo" in transports:
         by_transport["gloo"] = _each(ranks, lambda rank: RankMemory(scratch=_gloo_scratch(rank, options)))
     if "auto" in transports and topology is not None:
         joined, shared = joined_hops(plan, topology, "auto"), shared_gpus(plan, topology, "auto")
-        by_transport["auto"] = _auto(ranks, alike, options, topology, shared, joined)
+        by_transport["auto"] = _auto(ranks, alike, options, topology, shared, joined, plan.waves)
     staging = {rank: _tensor_bytes(each.schedule) for rank, each in ranks["gen"].items()}
     return SessionMemory(
         {
@@ -253,46 +253,83 @@ def _nccl(
     alike: _Alike,
     options: Options,
     domains: Sequence[int] | None,
+    waves: int,
     shared: SharedGpus | None = None,
 ) -> _Counted:
     """`schedules` has what each rank that is counted exchanges: with the other world, then with replicas.
 
-    `domains` has the NVLink domain of each group rank, where these are known. Waves share slots and communicators, and are
-    counted as one.
+    `domains` has the NVLink domain of each group rank, where these are known. Parts, as in `relay`, share communicators and
+    slots, and have tables of their own.
     """
-    pairs = {
-        world: {rank: sum(map(pair_count, of_rank)) for rank, of_rank in of_world.items()}
-        for world, of_world in schedules.items()
-    }
-    counts = [pairs[world][rank] for world in schedules for rank in alike[world].tolist()]
-    hops = {schedule.hop_kind for of_rank in schedules["gen"].values() for schedule in of_rank[1:]}
-    budget = ScratchBudget(options.scratch_bytes, checksums=options.checksums)
-    division = divide(budget, counts, hops=hops, shared=shared)
     places = [(world, rank) for world, of_world in schedules.items() for rank in of_world]
-    counted = [schedules[world][rank] for world, rank in places]
-    division, ends = divide_windows(division, counted, len(alike["train"]))
+    joined = max(len(of_rank) for of_rank in schedules["gen"].values()) // 2
+    parts = [*zip(*(_parts(schedules[world][rank], waves, joined) for world, rank in places), strict=True)]
+    pairs = [[sum(map(pair_count, of_rank)) for of_rank in part] for part in parts]
+    index = {place: number for number, place in enumerate(places)}
+    counted = [index[world, rank] for world in schedules for rank in alike[world].tolist()]  # of each group rank
+    members = tuple(rank for rank, number in enumerate(counted) if any(of_part[number] for of_part in pairs))
+    budget = ScratchBudget(options.scratch_bytes, checksums=options.checksums)
+    uses = [_NcclUse() for _ in places]
+    for part, of_part in zip(parts, pairs, strict=True):
+        hops = {schedule.hop_kind for of_rank in part for schedule in of_rank[1:]}
+        counts = [of_part[number] for number in counted]
+        division = divide(budget, counts, hops=hops, members=members, shared=shared)
+        division, ends = divide_windows(division, part, len(alike["train"]))
+        for use, of_rank in zip(uses, ends, strict=True):
+            use.add(of_rank, division)
     found: _Counted = {"train": {}, "gen": {}}
-    for (world, rank), of_rank in zip(places, ends, strict=True):
-        found[world][rank] = _nccl_rank(of_rank, division, options, domains, len(alike["train"]))
+    for (world, rank), use in zip(places, uses, strict=True):
+        own = _of_trainer(schedules[world][rank][0], options)
+        nccl = use.buffer_bytes(len(alike["train"]), domains)
+        found[world][rank] = replace(own, tables=use.tables, scratch=sum(use.slots.values()), nccl=nccl)
     return found
 
 
-def _nccl_rank(
-    ends: Sequence[HopEnd], division: Division, options: Options, domains: Sequence[int] | None, train_ranks: int
-) -> RankMemory:
-    in_place = [[True] * len(end.schedule.tensors) for end in ends]
-    rounds = divided_rounds(ends, division, in_place=in_place)
-    staged = [[placed.bucket for each in rounds for placed in each.staged_of(end)] for end in range(len(ends))]
-    senders, receivers = (
-        {peer + end.first_peer for end in ends if end.sends == sends for peer in end.schedule.peers}
-        for sends in (False, True)
-    )
-    return replace(
-        _of_trainer(ends[0].schedule, options),
-        tables=sum(_gather_bytes(end.schedule, buckets) for end, buckets in zip(ends, staged, strict=True)),
-        scratch=sum(slot_bytes(rounds).values()),
-        nccl=buffer_bytes(ends[0].own, senders, receivers, division, train_ranks, domains),
-    )
+def _parts(ends: Sequence[Schedule], waves: int, joined: int) -> list[list[Schedule]]:
+    """What a rank exchanges in each part: wave k from the trainer, and in hop h what is passed on of wave k - h."""
+    of_end = [
+        [end.with_rows([table.wave == wave for table in end.tables]) for wave in range(waves)] if waves > 1 else [end]
+        for end in ends
+    ]
+    of_end[0] += [ends[0].with_peers(())] * joined
+    return [
+        [of_end[0][part], *(each[part - each[0].hop] for each in of_end[1:] if 0 <= part - each[0].hop < waves)]
+        for part in range(waves + joined)
+    ]
+
+
+class _NcclUse:
+    """What a rank has over nccl in all its parts."""
+
+    def __init__(self) -> None:
+        self.tables = 0
+        self.slots: dict[tuple[int, int], int] = {}  # bytes, by stream and slot
+        self._own = 0
+        self._divisions: list[Division] = []
+        self._senders: set[int] = set()
+        self._receivers: set[int] = set()
+
+    def add(self, ends: Sequence[HopEnd], division: Division) -> None:
+        """The tables, slots and peers of a part."""
+        in_place = [[True] * len(end.schedule.tensors) for end in ends]
+        rounds = divided_rounds(ends, division, in_place=in_place)
+        for number, end in enumerate(ends):
+            self.tables += _gather_bytes(
+                end.schedule, [placed.bucket for each in rounds for placed in each.staged_of(number)]
+            )
+            peers = {peer + end.first_peer for peer in end.schedule.peers}
+            (self._receivers if end.sends else self._senders).update(peers)
+        for place, nbytes in slot_bytes(rounds).items():
+            self.slots[place] = max(nbytes, self.slots.get(place, 0))
+        self._own = ends[0].own
+        self._divisions.append(division)
+
+    def buffer_bytes(self, train_ranks: int, domains: Sequence[int] | None) -> int:
+        """NCCL's own memory; all parts share communicators."""
+        return max(
+            buffer_bytes(self._own, self._senders, self._receivers, division, train_ranks, domains)
+            for division in self._divisions
+        )
 
 
 def _auto(
@@ -302,6 +339,7 @@ def _auto(
     topology: Topology,
     shared: SharedGpus,
     joined: int,
+    waves: int,
 ) -> _Counted:
     """Pairs of a domain by direct, the others by nccl, and so do replicas in so many `joined` hops."""
     domains = {world: topology.domains(world) for world in ranks}
@@ -325,7 +363,7 @@ def _auto(
         for near in (True, False)
     )
     counted = _direct(by_direct, alike, options, topology)
-    for world, of_world in _nccl(by_nccl, alike, options, shared.cells, shared).items():
+    for world, of_world in _nccl(by_nccl, alike, options, shared.cells, waves, shared).items():
         for rank, held in of_world.items():
             direct = counted[world][rank]
             counted[world][rank] = replace(

@@ -39,16 +39,15 @@ def connect_by_pair(context: TransportContext, direct: Way, nccl: Way) -> Execut
     hosts. Where other replicas that pass on cannot share memory, all hops go by `nccl`; without it, every byte comes from
     the trainer.
     """
-    reach = reach_of_all(context, direct.transport.unavailable_reason())
+    reach = reach_of_all(context, direct.transport.unavailable_reason(), nccl.transport.unavailable_reason())
     reasons = reach.reasons
-    unavailable_reason = nccl.transport.unavailable_reason()
     joined = _joined_hops(reasons)
-    if joined is None and unavailable_reason is None:
+    if joined is None and reach.nccl_unavailable_reason is None:
         joined = len(context.bound.schedule.later_hops)
     far = {pair: why for pair, why in reasons.items() if why is not None and pair.hop <= (joined or 0)}
-    if far and unavailable_reason:
+    if far and reach.nccl_unavailable_reason:
         some = _some({pair.named(context.bound.schedule): why for pair, why in far.items()})
-        raise TransportUnavailable(f"{some}, and nccl cannot take their place: {unavailable_reason}")
+        raise TransportUnavailable(f"{some}, and nccl cannot take their place: {reach.nccl_unavailable_reason}")
     context = replace(context, shared=_shared_gpus(reach, far, context.bound.schedule.train_ranks, joins=bool(joined)))
     near = not far or any(not pair.hop and why is None for pair, why in reasons.items())
     ways = [(way, is_far) for way, is_far, is_used in ((direct, False, near), (nccl, True, bool(far))) if is_used]

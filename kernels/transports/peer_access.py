@@ -65,6 +65,7 @@ class _Seat:
     gpu: str
     export: str  # some of its GPU memory, as `Export.to_json`, for others to try; "" if nobody reads it
     malformed: tuple[str, ...]  # words of its MCORE_RESHARD_UNREACHABLE that are no pairs
+    nccl_unavailable_reason: str | None
 
 
 class Reach(NamedTuple):
@@ -73,12 +74,15 @@ class Reach(NamedTuple):
     reasons: dict[RankPair, str | None]  # why a pair cannot; None: it can
     hosts: tuple[str, ...]  # of each rank, training ranks first
     gpus: tuple[str, ...]  # the same; a rank without a GPU has its own name
+    nccl_unavailable_reason: str | None  # why some rank cannot use nccl
 
 
-def reach_of_all(context: TransportContext, direct_unavailable_reason: str | None) -> Reach:
+def reach_of_all(
+    context: TransportContext, direct_unavailable_reason: str | None, nccl_unavailable_reason: str | None
+) -> Reach:
     """Find out which pairs can share memory.
 
-    All ranks call this together. `direct_unavailable_reason` says why this rank can share memory with nobody. Raises
+    All ranks call this together. The reasons say why this rank can share memory with nobody, or use nccl. Raises
     `TransportUnavailable` on all ranks if MCORE_RESHARD_UNREACHABLE of any rank has a word that is no pair.
     """
     bound, timeout_s = context.bound, context.options.timeout_s
@@ -86,7 +90,7 @@ def reach_of_all(context: TransportContext, direct_unavailable_reason: str | Non
     store = FailFastStore("pairs", context.store)
     exchange = StoreExchange(store, bound.rank_name, group_names(schedule), timeout_s)
     kept = context.kept or Kept()
-    own_seat = _own_seat(bound, direct_unavailable_reason, kept)
+    own_seat = _own_seat(bound, direct_unavailable_reason, nccl_unavailable_reason, kept)
     seats = exchange.gather("seat", astuple(own_seat), _parse_seat)
     if wrong := sorted({word for seat in seats for word in seat.malformed}):
         raise TransportUnavailable(
@@ -117,7 +121,13 @@ def reach_of_all(context: TransportContext, direct_unavailable_reason: str | Non
         for src in sources
     }
     places = zip(seats, group_names(schedule), strict=True)
-    return Reach(reasons, tuple(seat.host for seat in seats), tuple(seat.gpu or name for seat, name in places))
+    gpus = tuple(seat.gpu or name for seat, name in places)
+    lacking = (
+        f"{name}: {seat.nccl_unavailable_reason}"
+        for seat, name in zip(seats, group_names(schedule), strict=True)
+        if seat.nccl_unavailable_reason
+    )
+    return Reach(reasons, tuple(seat.host for seat in seats), gpus, next(lacking, None))
 
 
 def _pairs_to_read(schedule: Schedule) -> list[RankPair]:
@@ -132,21 +142,21 @@ def _pairs_to_read(schedule: Schedule) -> list[RankPair]:
     return [RankPair(src, schedule.rank, hop) for hop, of_hop in enumerate(hops) for src in sorted(of_hop)]
 
 
-def _own_seat(bound: BoundSchedule, direct_unavailable_reason: str | None, kept: Kept) -> _Seat:
-    schedule, reason, exported = bound.schedule, direct_unavailable_reason, ""
+def _own_seat(bound: BoundSchedule, reason: str | None, nccl_unavailable_reason: str | None, kept: Kept) -> _Seat:
+    schedule, exported = bound.schedule, ""
     if reason is None and gpu_of(bound.device) and (schedule.world == "train" or schedule.relayed):
         try:
             exported = kept.export(bound.by_name).exported.first_tensor().to_json()
         except TransportUnavailable as error:
             reason = str(error)
     malformed = tuple(word for word in _declared() if not _PAIR.fullmatch(word))
-    return _Seat(reason, host(), gpu_of(bound.device), exported, malformed)
+    return _Seat(reason, host(), gpu_of(bound.device), exported, malformed, nccl_unavailable_reason)
 
 
 def _parse_seat(said: Any) -> _Seat:
-    reason, host_name, gpu, exported, malformed = said
-    why = None if reason is None else str(reason)
-    return _Seat(why, str(host_name), str(gpu), str(exported), tuple(map(str, malformed)))
+    reason, host_name, gpu, exported, malformed, nccl_reason = said
+    why, nccl_why = (None if each is None else str(each) for each in (reason, nccl_reason))
+    return _Seat(why, str(host_name), str(gpu), str(exported), tuple(map(str, malformed)), nccl_why)
 
 
 def _parse_reach(ranks: int, said: Any) -> list[tuple[int, str | None, list[int]]]:

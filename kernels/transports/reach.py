@@ -46,6 +46,6 @@ def _same_domains(plan: Plan, topology: Topology) -> tuple[set[bool], set[bool]]
         grid = plan.rank_grids[number]
         is_near = domains[grid][:, :, None] == domains[grid][:, None, :]
         is_in_cell = cells[grid][:, :, None] == cells[grid][:, None, :]
-        between |= {*is_near[~is_in_cell].tolist()} if plan.relay else set()
+        between |= {*is_near[~is_in_cell].tolist()} if "relay" in plan.later_hops else set()
         within |= {*is_near[is_in_cell].tolist()}
     return between, within

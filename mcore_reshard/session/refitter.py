@@ -219,8 +219,9 @@ class Refitter(Member):
         try:
             with short_turns():
                 if self.world == "train":
-                    wait([run], max(HEAD_START_S, CASTING_SHARE * fastest_s if bound.casts else 0.0))
+                    wait([run], HEAD_START_S)
                     watch.begin()
+                    wait([run], min(LOOK_S, CASTING_SHARE * fastest_s) if bound.casts else 0.0)
                     stale = self._stale_tensors()
                 while not wait([run], min(LOOK_S, watch.due_in_s())).done:
                     watch.look()

@@ -8,7 +8,7 @@ A rank reaches a round when the round `window` places before it is over, and whe
 message begins when both its ranks have reached it.
 
     nccl     a run for each stream, rounds as in nccl/staging.py; the next one waits for the wire. Rounds have a wave from
-             the trainer, and what is passed on of the waves before; over auto, what is passed on to other hosts
+             the trainer, and what is passed on of the waves before; over auto mostly what is passed on to other hosts
     gloo     one run of single messages, in a window of slots; those of two ranks pass one after another
     direct   a reader pulls from source after source, or from all at once; a source waits until all have read
 """

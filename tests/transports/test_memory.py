@@ -14,6 +14,7 @@ import synthetic
 import torch
 from bench.workloads import WORKLOADS, Case, case_of
 from helpers.gloo import connect
+from helpers.nccl_parts import joined_parts
 from helpers.plans import Case as PlanCase
 from helpers.ranks import run_ranks, values
 
@@ -24,7 +25,8 @@ from mcore_reshard.kernels.transports import memory
 from mcore_reshard.kernels.transports.base import TransportContext
 from mcore_reshard.kernels.transports.memory import RankMemory, session_memory
 from mcore_reshard.kernels.transports.nccl.buffers import buffer_bytes
-from mcore_reshard.kernels.transports.nccl.staging import ScratchBudget, divide
+from mcore_reshard.kernels.transports.nccl.staging import ScratchBudget, divide, slot_bytes
+from mcore_reshard.kernels.transports.reach import joined_hops
 from mcore_reshard.kernels.transports.registry import resolve
 from mcore_reshard.kernels.transports.source_checks import SourceChecks
 from mcore_reshard.planner.plan import make_plan as planner
@@ -220,7 +222,7 @@ def test_between_hosts_all_peers_share_the_buffers_of_nccl() -> None:
     assert buffer_bytes(32, range(32), [], division, 32) == 2 * (communicator + pool)
     alone = [*range(160)]  # one rank a host: no other GPU sends for it
     assert buffer_bytes(0, [], [32], division, 32, alone) == 2 * (communicator + pool)
-    passing = replace(division, passes_on=True)
+    passing = replace(division, hops=("relay",))
     assert buffer_bytes(32, [0], [40], passing, 32, hosts) == 2 * (communicator + 9 * pool)
 
 
@@ -281,6 +283,40 @@ def test_a_relay_between_hosts_takes_nccl_on_both_ends_of_replicas() -> None:
         assert counted["nccl"]["gen"][rank].nccl > held.nccl > unrelayed["nccl"]["gen"][rank].nccl and held.tables > 0
     for rank, held in enumerate(counted["auto"]["train"]):
         assert held.nccl == counted["nccl"]["train"][rank].nccl <= unrelayed["nccl"]["train"][rank].nccl
+
+
+@pytest.mark.parametrize("transport", ["auto", "nccl"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        PlanCase("tiny-qwen3-moe", "tp=2,ep=2", "tp=2,dp=3", machine="h200-8,gpus=2"),
+        PlanCase("tiny-qwen3", "tp=1", "dp=4", machine="h200-8,gpus=1"),
+        PlanCase("tiny-qwen3-moe", "tp=2,pp=2", "tp=1,dp=4", machine="h200-8,gpus=4"),
+    ],
+    ids=str,
+)
+def test_slots_are_those_of_the_part_that_needs_most(case: PlanCase, transport: str) -> None:
+    plan, budget = case.plan(), ScratchBudget(48 << 10)
+    assert plan.waves > 1
+    parts, _, _ = joined_parts(case, budget, transport=transport)
+    counted = session_memory(plan, Options(scratch_bytes=budget.scratch_bytes), transports=(transport,))
+    ranks = [*counted.transports[transport]["train"], *counted.transports[transport]["gen"]]
+    for rank, memory_of_rank in enumerate(ranks):
+        slots: dict[tuple[int, int], int] = {}
+        for part in parts:
+            for place, nbytes in slot_bytes(part[rank].found if rank in part else ()).items():
+                slots[place] = max(nbytes, slots.get(place, 0))
+        assert memory_of_rank.scratch == sum(slots.values())
+
+
+def test_what_is_passed_on_within_hosts_alone_is_no_hop_of_nccl_over_auto() -> None:
+    """A plan may allow relays between hosts that it has none of: every host has a trainer's replica."""
+    hosts = "train=a*1+b*1,gen=a*3@1+b*3@1"
+    plan = PlanCase("tiny-llama", "dp=2", "tp=1,dp=6", machine="h200-8", hosts=hosts).plan()
+    assert plan.relay and plan.later_hops == ("share",)
+    assert joined_hops(plan, plan.topology, "auto") == 0  # type: ignore[arg-type]
+    memory_of_ranks = session_memory(plan, transports=("auto",)).transports["auto"]
+    assert all(rank.nccl == 0 for world in memory_of_ranks.values() for rank in world)
 
 
 def test_only_the_transports_asked_for_are_counted() -> None:

@@ -106,8 +106,19 @@ def test_pairs_that_nothing_reaches_are_named() -> None:
     said = next(o.error for o in outcomes if o.kind == "TransportUnavailable")
     assert said == (
         "1 pair of ranks cannot share memory (train:1-gen:0: declared in MCORE_RESHARD_UNREACHABLE), "
-        "and nccl cannot take their place: the far library is not installed"
+        "and nccl cannot take their place: train:0: the far library is not installed"
     )
+
+
+def lacking(number: int, address: str, case: Case, unreachable: str, who: int) -> Any:
+    return on_cpu(number, address, case, unreachable, "the far library is not installed" if number == who else None)
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_where_one_rank_has_no_nccl_every_byte_comes_from_the_trainer(who: int) -> None:
+    """All ranks decide alike, also those that have it."""
+    found = values(run_ranks(4, lacking, RELAYED, "relay:0-gen:1", who, timeout_s=60.0))
+    assert found == [({"near"}, {})] * 4
 
 
 def test_what_is_no_pair_is_an_error_of_all_ranks() -> None:

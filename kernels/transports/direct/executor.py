@@ -10,8 +10,9 @@ Each pair of ranks orders its reads by signals of 16 bytes, over CPU connections
     reader                                           launches its kernel, records its event, STARTED          DONE
 
 A source that casts is READY for its readers once all casts are queued, since events make their GPUs wait; when they are done
-it says CAST. So no reader reads a source before it is ready, and the source may be overwritten as soon as its `run` returns.
-The source waits for DONE only if a pull takes long: when a reader dies its connection closes, but its event never happens.
+it says CAST. A reader on the GPU of one waits for that before its last pull. So no reader reads a source before it is ready,
+and the source may be overwritten as soon as its `run` returns. The source waits for DONE only if a pull takes long: when a
+reader dies its connection closes, but its event never happens.
 
 Weights that are cast on the way go first, through slots at their source: see `staging` and `slots`.
 """

@@ -69,7 +69,7 @@ def buffer_bytes(
         near_bytes = RECEIVING_BYTES * len(near & {*senders}) + SENDING_BYTES * len(near & {*receivers})
         pools = 1 if far & {*senders} else 0
         if far:  # also for a rank that sends nothing to them: others do, through its GPU
-            pools += min(HOST_GPUS, sum(each < train_ranks or division.passes_on for each in near))
+            pools += min(HOST_GPUS, sum(each < train_ranks or "relay" in division.hops for each in near))
         of_stream = COMMUNICATOR_BYTES + channels * (pools * POOL_BYTES + len(members) * _PEER_BYTES)
         nbytes += of_pair * near_bytes + streams * of_stream
     return nbytes

@@ -13,7 +13,7 @@ No GPU is in one of them twice. Two codes differ in a digit. So a training rank 
 have a communicator in common: from a to b it is 0, from b to a it is 1. If there are several, as 0 and 2 from a to d, a pair
 takes one by its turn. A communicator of one side alone is left out. A rank is in one communicator for each digit.
 
-Replicas that pass on to other hosts have one more, of all engine ranks: those of b and c are in no other together.
+Replicas that pass on have one more, of all engine ranks: those of b and c are in no other together.
 
 Each digit has a stream, and so have replicas that pass on; a single digit has as many as other sessions have. A rank is in
 one of the two communicators of a stream, which have no rank in common: both move at the same time, and every NIC sends and
@@ -42,10 +42,10 @@ Ints = NDArray[np.int64]
 class SharedGpus:
     """Where the ranks of a session are, training ranks first. A function of what all have said, so equal on all of them."""
 
-    cells: tuple[int, ...]  # the host of each, or the GPU: ranks of one cell exchange nothing over nccl
+    cells: tuple[int, ...]  # the host of each, or the GPU: over nccl a trainer sends nothing within its cell
     gpus: tuple[int, ...]  # the GPU of each
     train_ranks: int
-    passes_on: bool  # whether replicas pass on to other cells over nccl
+    passes_on: bool  # whether replicas pass on over nccl
 
     @classmethod
     def of(

@@ -17,9 +17,9 @@ reach 297 GB/s with one stream, 321 with two.
 All ranks take the same number of windows: the fewest with which the fullest round of every rank fits into a slot. Ranks
 with few peers take at least as many as the pair with the most buckets has, so that all streams have rounds.
 
-Replicas that pass bytes on to other hosts do so in the rounds of the trainer's next wave. One group has what a rank receives
-from the trainer and from replicas, and what it sends to these. The fuller side of the fullest rank decides how
-long such a round takes. So its messages are smaller, and pairs keep time with the one that has the most buckets:
+Replicas that pass bytes on do so in the rounds of the trainer's next waves. One group has what a rank receives from the
+trainer and from replicas, and what it sends to these. The fuller side of the fullest rank decides how long such a round
+takes. So messages are smaller, or only those over NVLink; and pairs keep time with the one that has the most buckets:
 
     own times      75 buckets  0.0  1.0  2.0 ...  74.0          72 buckets  0.0  1.04  2.08 ...  74.0    of 75 parts
     with pace      75 buckets  0.0  1.0  2.0 ...  74.0          72 buckets  0.0  1.0   2.0  ...  71.0
@@ -92,11 +92,15 @@ class Division:
     budget: ScratchBudget
     members: tuple[int, ...]  # group ranks that have peers, ascending
     keeps_streams: bool  # whether a pair keeps to one stream
-    passes_on: bool = False  # whether replicas send as well
+    hops: tuple[HopKind, ...] = ()  # in which replicas send as well
     of_shares: int = 1  # so many times smaller are buckets that they send within their domain
     pace: int = 0  # buckets of the pair with the most, if others keep time with it
     windows: int = 1
     shared: SharedGpus | None = None  # where members of both sides share GPUs
+
+    @property
+    def passes_on(self) -> bool:
+        return bool(self.hops)
 
     @property
     def streams(self) -> int:
@@ -324,7 +328,9 @@ def divide(
     )
     keeps_streams = min(counts) >= _MANY_PEERS * budget.streams or (shared is not None and shared.digits > 1)
     of_shares = _OF_SHARES if hops and not is_joined else 1
-    return Division(bucket_bytes, budget, members, keeps_streams and not hops, bool(hops), of_shares, shared=shared)
+    return Division(
+        bucket_bytes, budget, members, keeps_streams and not hops, tuple(sorted(hops)), of_shares, shared=shared
+    )
 
 
 def _stream_of_pair(turn: Any, streams: int) -> Any:
