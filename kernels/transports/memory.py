@@ -54,7 +54,7 @@ from .nccl.staging import (
     slot_bytes,
 )
 from .reach import joined_hops, shared_gpus
-from .rounds import bucket_bytes_within, gloo_window, in_rounds
+from .rounds import bucket_bytes_within, gloo_window, in_parts, in_rounds
 
 _PLACE = 1 << 40  # bytes between two tensors, where it is counted what executors would do
 _FEW_TRANSFERS = 50_000  # of a plan up to which every rank is counted
@@ -143,12 +143,12 @@ class _Rank:
         assert self.schedule.view is not None, "a plan's schedule has one"
         return self.schedule.view
 
-    def by_wave(self, schedule: Schedule) -> list[Schedule]:
-        """The transfers of each wave."""
-        waves = self.plan.waves
-        if waves == 1:
-            return [schedule]
-        return [schedule.with_rows([table.wave == wave for table in schedule.tables]) for wave in range(waves)]
+
+def _by_wave(schedule: Schedule, waves: int) -> list[Schedule]:
+    """The transfers of each wave."""
+    if waves == 1:
+        return [schedule]
+    return [schedule.with_rows([table.wave == wave for table in schedule.tables]) for wave in range(waves)]
 
 
 def _with_sources(schedule: Schedule) -> Schedule:
@@ -286,16 +286,10 @@ def _nccl(
 
 
 def _parts(ends: Sequence[Schedule], waves: int, joined: int) -> list[list[Schedule]]:
-    """What a rank exchanges in each part: wave k from the trainer, and in hop h what is passed on of wave k - h."""
-    of_end = [
-        [end.with_rows([table.wave == wave for table in end.tables]) for wave in range(waves)] if waves > 1 else [end]
-        for end in ends
-    ]
-    of_end[0] += [ends[0].with_peers(())] * joined
-    return [
-        [of_end[0][part], *(each[part - each[0].hop] for each in of_end[1:] if 0 <= part - each[0].hop < waves)]
-        for part in range(waves + joined)
-    ]
+    """What a rank exchanges in each part: with the other world, and both ends of each hop."""
+    first, *later = (_by_wave(end, waves) for end in ends)
+    hops = [[*zip(*both, strict=True)] for both in zip(later[::2], later[1::2], strict=True)]
+    return in_parts(first, hops, [ends[0].with_peers(())] * joined)
 
 
 class _NcclUse:
@@ -408,7 +402,8 @@ def _of_trainer(schedule: Schedule, options: Options) -> RankMemory:
 
 def _gloo_scratch(rank: _Rank, options: Options) -> int:
     windows = [
-        [gloo_window(cut_buckets(wave, options.bucket_bytes)) for wave in rank.by_wave(hop)] for hop in rank.hops
+        [gloo_window(cut_buckets(wave, options.bucket_bytes)) for wave in _by_wave(hop, rank.plan.waves)]
+        for hop in rank.hops
     ]
     return sum(max((slots * nbytes for slots, nbytes in hop), default=0) for hop in windows)
 

@@ -18,7 +18,7 @@ from .mixed import Way, connect_by_pair
 from .nccl.communicator import nccl_unavailable_reason
 from .nccl.executor import connect_nccl
 from .nccl.staging import ScratchBudget
-from .relay import connect_each, connect_relayed
+from .relay import connect_each, connect_joined, connect_relayed
 
 AUTO = "auto"
 GOLDEN = "golden"
@@ -124,9 +124,7 @@ _NCCL = Transport(
     devices=frozenset({"cuda"}),
     reach="any hosts that NCCL can connect",
     unavailable_reason=nccl_unavailable_reason,
-    connect=lambda context: connect_relayed(
-        _connect_nccl, _connect_nccl, context, joined=len(context.bound.schedule.later_hops)
-    ),
+    connect=partial(connect_joined, _connect_nccl),
 )
 
 

@@ -32,6 +32,7 @@ from mcore_reshard.kernels.rendezvous.store_keys import FailFastStore
 from mcore_reshard.planner.plan.schedule import Relay, Schedule
 
 from .base import Executor, StageReport, TransportContext, close_all, connect_all, connect_group, merge_reports
+from .rounds import in_parts
 
 Connect = Callable[[TransportContext], Executor]
 # Connects the executors of parts, which run one after another; the schedules of a part move together. All ranks call it
@@ -82,16 +83,17 @@ def connect_relayed(
         raise
 
 
+def connect_joined(parts: ConnectParts, context: TransportContext) -> Executor:
+    """Connect the executor of a plan, with all its hops joined."""
+    return connect_relayed(parts, parts, context, joined=len(context.bound.schedule.later_hops))
+
+
 def _joined(
     bound: BoundSchedule, waves: Sequence[BoundSchedule], hops: Sequence[Sequence[Relay]], joined: int
 ) -> list[list[BoundSchedule]]:
-    """Part k: wave k from the trainer, and in hop h what is passed on of wave k - h. Nobody passes on to trainers."""
-    nothing = [waves[-1].part(waves[-1].schedule.with_peers(()))] * joined
-    parts = [[wave] for wave in (*waves, *nothing)]
-    for hop, relays in enumerate(hops[:joined], 1):
-        for part, relay in zip(parts[hop:], relays, strict=False):
-            part += [bound.part(relay.sends), bound.part(relay.receives)]
-    return parts
+    """The parts of a rank, as in `in_parts`. Nobody passes on to trainers."""
+    ends = [[(bound.part(relay.sends), bound.part(relay.receives)) for relay in relays] for relays in hops[:joined]]
+    return in_parts(waves, ends, [waves[-1].part(waves[-1].schedule.with_peers(()))] * joined)
 
 
 def connect_unrelayed(trainer: ConnectParts, context: TransportContext) -> Executor:

@@ -35,6 +35,7 @@ _GOLDEN = (
 ) / 2  # where messages of the trainer and of replicas share windows, whose stages are apart by _STEP
 
 Rank = TypeVar("Rank", int, NDArray[np.int64])
+T = TypeVar("T")
 
 
 def in_rounds(buckets_of_peer: Mapping[int, Sequence[Bucket]]) -> list[tuple[Bucket, ...]]:
@@ -44,6 +45,15 @@ def in_rounds(buckets_of_peer: Mapping[int, Sequence[Bucket]]) -> list[tuple[Buc
         tuple(buckets[number] for buckets in buckets_of_peer.values() if number < len(buckets))
         for number in range(count)
     ]
+
+
+def in_parts(waves: Sequence[T], hops: Sequence[Sequence[tuple[T, T]]], after: Sequence[T]) -> list[list[T]]:
+    """Part k: wave k from the trainer, and in hop h both ends of wave k - h. `after`: what comes from there after all waves."""
+    parts = [[wave] for wave in (*waves, *after)]
+    for hop, ends in enumerate(hops, 1):
+        for part, both in zip(parts[hop:], ends, strict=False):
+            part += both
+    return parts
 
 
 def turn_of(src: Rank, dst: Rank, ranks: int) -> Rank:

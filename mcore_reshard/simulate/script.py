@@ -164,7 +164,7 @@ def script_of(plan: Plan, topology: Topology, transport: str, options: Options, 
                     continue
                 of_wave = traffic.of_pairs(np.flatnonzero(chosen))
                 if kind == "nccl":
-                    together.setdefault(wave + (hop if hop <= joined else 0), []).append(of_wave)
+                    together.setdefault(wave + hop, []).append(of_wave)
                 else:
                     parts.append(_Part(hop, wave, kind, _buckets(of_wave, kind, options.bucket_bytes)))
     ends = [end for of_part in together.values() for each in of_part for end in (each.src, each.dst)]

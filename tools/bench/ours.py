@@ -12,7 +12,7 @@ from mcore_reshard.kernels.options import Options as SessionOptions
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
 from mcore_reshard.kernels.transports.base import Executor, TransportContext
 from mcore_reshard.kernels.transports.registry import AUTO, resolve
-from mcore_reshard.kernels.transports.relay import RelayedExecutor, connect_each, connect_relayed
+from mcore_reshard.kernels.transports.relay import RelayedExecutor, connect_each, connect_joined, connect_relayed
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.session.endpoints import GenerationEndpoint, TrainEndpoint
 
@@ -30,12 +30,7 @@ def direct(rank: Rank, options: Options) -> Prepared:
 def nccl(rank: Rank, options: Options) -> Prepared:
     if rank.on_cuda and rank.launch.gpus < rank.ranks:
         raise Unavailable("NCCL needs a GPU for every rank")
-    parts = partial(_nccl_with, options)
-
-    def connect(context: TransportContext) -> Executor:
-        return connect_relayed(parts, parts, context, joined=len(context.bound.schedule.later_hops))
-
-    return _prepared(rank, "nccl", connect if options else None)
+    return _prepared(rank, "nccl", partial(connect_joined, partial(_nccl_with, options)) if options else None)
 
 
 def auto(rank: Rank, options: Options) -> Prepared:
