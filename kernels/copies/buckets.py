@@ -1,6 +1,11 @@
 """A schedule's transfers, cut and packed into buckets: one message between two ranks each.
 
 Transfers are packed in schedule order into buckets of at most `bucket_bytes`; a larger one is cut into segments first.
+Small segments fill buckets, and those of a pair of ranks are about equally full. Four transfers of 7 MiB, buckets of 10:
+
+    segments of up to 10 MiB        7    7    7    7
+    segments of up to 640 KiB       9.5  9.5  9
+
 Extents and element sizes alone decide, and both ends have the same. So both compute the same buckets without a message.
 """
 
@@ -50,12 +55,12 @@ class Bucket:
         return copies
 
 
-def cut_buckets(schedule: Schedule, bucket_bytes: int) -> tuple[Bucket, ...]:
+def cut_buckets(schedule: Schedule, bucket_bytes: int, segment_bytes: int | None = None) -> tuple[Bucket, ...]:
     """All buckets of a rank by stage, peer and number, each of at most `bucket_bytes`, a multiple of ALIGNMENT.
 
-    `schedule` has no problems that `bind` would find.
+    Segments have at most `segment_bytes`, by default a bucket's. `schedule` has no problems that `bind` would find.
     """
-    cutter = _Cutter(schedule, bucket_bytes)
+    cutter = _Cutter(schedule, bucket_bytes, segment_bytes or bucket_bytes)
     return tuple(
         bucket
         for stage, each in enumerate(schedule.stages)
@@ -84,10 +89,10 @@ class _Cutter:
     place of a matrix.
     """
 
-    def __init__(self, schedule: Schedule, bucket_bytes: int) -> None:
+    def __init__(self, schedule: Schedule, bucket_bytes: int, segment_bytes: int) -> None:
         self._schedule = schedule
         self._itemsizes = itemsizes(schedule)
-        self._bucket_bytes = bucket_bytes
+        self._bucket_bytes, self._segment_bytes = bucket_bytes, segment_bytes
         casts = bound_casts(schedule)
         self._forms = (None, *{cast.form: None for cast in casts.values()})
         self._form_of = np.zeros(len(schedule.tensors), np.int64)  # index into forms
@@ -108,7 +113,7 @@ class _Cutter:
         transfer, segment_of = expand(kind_of, np.array([len(of_kind) for of_kind in segments], np.int64))
         peers = table.peer[order[transfer]]
         nbytes = np.array([each.nbytes for each in known], np.int64)[segment_of]
-        starts, bucket_offsets = pack(peers, nbytes, self._bucket_bytes)
+        starts, bucket_offsets = pack(peers, nbytes, self._bucket_bytes, self._segment_bytes)
 
         segment, copies = expand_copies(segment_of, [each.copies for each in known])
         local, scratch = ("src", "dst") if sends else ("dst", "src")
@@ -141,7 +146,7 @@ class _Cutter:
         cast = self._forms[form]
         wire_itemsize = cast.to_bytes if cast else itemsize
         segments = []
-        for segment in cut(box.extents, wire_itemsize, self._bucket_bytes):
+        for segment in cut(box.extents, wire_itemsize, self._segment_bytes):
             start = sum(index * stride for index, stride in zip(segment.start, box.strides, strict=True))
             packed = row_major_strides(segment.extents)
             if cast and cast.block != (0, 0):
@@ -161,40 +166,44 @@ class Segment(NamedTuple):
     extents: tuple[int, ...]
 
 
-def cut(extents: tuple[int, ...], itemsize: int, bucket_bytes: int) -> Iterator[Segment]:
-    """The segments of at most `bucket_bytes` that make up a transfer, in wire order; none where it is empty."""
+def cut(extents: tuple[int, ...], itemsize: int, segment_bytes: int) -> Iterator[Segment]:
+    """The segments of at most `segment_bytes` that make up a transfer, in wire order; none where it is empty."""
     nbytes = prod(extents) * itemsize
-    if nbytes <= bucket_bytes:
+    if nbytes <= segment_bytes:
         if nbytes:
             yield Segment((0,) * len(extents), extents)
         return
     outer, inner = extents[0], extents[1:]
-    rows = bucket_bytes // (prod(inner) * itemsize)
+    rows = segment_bytes // (prod(inner) * itemsize)
     if rows:
         for start in range(0, outer, rows):
             yield Segment((start, *(0,) * len(inner)), (min(rows, outer - start), *inner))
         return
-    inner_segments = tuple(cut(inner, itemsize, bucket_bytes))
+    inner_segments = tuple(cut(inner, itemsize, segment_bytes))
     for start in range(outer):
         for segment in inner_segments:
             yield Segment((start, *segment.start), (1, *segment.extents))
 
 
-def pack(peers: NDArray[np.integer], nbytes: Ints, bucket_bytes: int) -> tuple[Ints, Ints]:
+def pack(peers: NDArray[np.integer], nbytes: Ints, bucket_bytes: int, segment_bytes: int) -> tuple[Ints, Ints]:
     """Where segments go: (first segment of each bucket [buckets], byte offset of each segment in its bucket [segments]).
 
-    `peers` [segments] ascend; `nbytes` [segments] are sizes in order, each at most `bucket_bytes`.
+    `peers` [segments] ascend; `nbytes` [segments] are sizes in order, each at most `segment_bytes`. A peer has no more
+    buckets if they are filled evenly, up to a segment.
     """
     padded = aligned(nbytes)
     ends = np.cumsum(padded)
     starts = ends - padded
     first = np.flatnonzero(np.diff(peers, prepend=peers[:1] - 1))  # of each peer's next bucket; all peers at once
-    peer_stop = np.append(first[1:], len(peers))
+    peer_stop = np.append(first[1:], len(peers))[: len(first)]
+    of_peer = ends[peer_stop - 1] - starts[first]
+    even = -(-of_peer // -(-of_peer // bucket_bytes))
+    most = np.minimum(bucket_bytes, even + segment_bytes)
     firsts = [first]
     while len(first):
-        stop = np.minimum(np.searchsorted(ends, starts[first] + bucket_bytes, side="right"), peer_stop)
+        stop = np.minimum(np.searchsorted(ends, starts[first] + most, side="right"), peer_stop)
         goes_on = stop < peer_stop
-        first, peer_stop = stop[goes_on], peer_stop[goes_on]
+        first, peer_stop, most = stop[goes_on], peer_stop[goes_on], most[goes_on]
         firsts.append(first)
     bucket_starts = np.sort(np.concatenate(firsts)).astype(np.int64)
     offsets = starts - np.repeat(starts[bucket_starts], np.diff(bucket_starts, append=len(nbytes)))

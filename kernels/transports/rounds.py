@@ -29,10 +29,8 @@ HEADER = struct.Struct(
     "<IIII"
 )  # of gloo: CRC-32 of the rest, run, stage index, bucket number; 16 bytes keep parts aligned
 
-_STEP = 2**0.5 - 1  # of the first moments of pairs, by their turns
-_GOLDEN = (
-    5**0.5 - 1
-) / 2  # where messages of the trainer and of replicas share windows, whose stages are apart by _STEP
+_GOLDEN = (5**0.5 - 1) / 2  # between the phases of neighboring turns: any number of turns in a row is spread evenly
+_STEP = 2**0.5 - 1  # of what else turns and stages decide, apart from phases
 
 Rank = TypeVar("Rank", int, NDArray[np.int64])
 T = TypeVar("T")
@@ -70,8 +68,8 @@ def turn_with(schedule: Schedule, peer: int) -> int:
 def moment_of(number: Any, count: Any, turn: Any) -> Any:
     """When a bucket's turn comes, from 0 to 1: bucket `number` of the `count` that its pair has in the stage. Also of arrays.
 
-        pair with 4 buckets, turn 1     0.10   0.35   0.60   0.85
-        pair with 2 buckets, turn 2     0.41   0.91
+        pair with 4 buckets, turn 1     0.15   0.40   0.65   0.90
+        pair with 2 buckets, turn 2     0.12   0.62
 
     So pairs end together, however much they exchange, and a rank sends to all its peers, and receives from all stages, all
     the time. Multiples of an irrational number put the first buckets of neighboring turns far from each other.
@@ -81,7 +79,7 @@ def moment_of(number: Any, count: Any, turn: Any) -> Any:
 
 def phase_of(turn: Any) -> Any:
     """Where in its part of the refit a bucket's moment is, from 0 to 1. Also of arrays."""
-    return turn * _STEP % 1.0
+    return turn * _GOLDEN % 1.0
 
 
 def choice_of(turn: Any, choices: Any) -> Any:
@@ -89,7 +87,7 @@ def choice_of(turn: Any, choices: Any) -> Any:
 
     Multiples of an irrational number deal turns evenly, also where a rank has only every second or fourth one.
     """
-    return (turn * _GOLDEN % 1.0 * choices).astype(np.int64)
+    return (turn * _STEP % 1.0 * choices).astype(np.int64)
 
 
 def joined_phase_of(turn: Any, stage: Any, ranks: Any) -> Any:
@@ -98,7 +96,7 @@ def joined_phase_of(turn: Any, stage: Any, ranks: Any) -> Any:
     `ranks`: of the engine, for messages between replicas; 0 for those of the trainer. A replica exchanges bytes with all
     others, so that their turns are equally far from each other, as 8, 16, ... 120 of 128; so are then their phases.
     """
-    phase = np.where(ranks, turn / np.maximum(ranks, 1), turn * _GOLDEN)
+    phase = np.where(ranks, turn / np.maximum(ranks, 1), phase_of(turn))
     return (phase + stage * _STEP) % 1.0
 
 

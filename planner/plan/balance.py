@@ -65,7 +65,7 @@ def wave_of(members: int, pairs: Ints, waves: int) -> Ints:
         of four waves       0  0  0  0  1  1  2  2  3  3
     """
     of_pair = np.bincount(pairs, minlength=1)[pairs]
-    place, places = 2 * (np.arange(members)[:, None] * of_pair + _order_within(pairs)) + 1, 2 * members * of_pair
+    place, places = 2 * (np.arange(members)[:, None] * of_pair + order_within(pairs)) + 1, 2 * members * of_pair
     return waves * place * (places + place) // (2 * places**2)  # integers: all ranks must agree
 
 
@@ -105,15 +105,16 @@ class Turns:
     sizes: Ints  # [rows]
 
     @classmethod
-    def of(cls, rows: Sequence[Row], row: Ints) -> Turns:
-        """`row` [turns] is the row of each turn of a member, in order."""
+    def of(cls, rows: Sequence[Row], row: Ints, facing: Turns | None = None) -> Turns:
+        """`row` [turns] is the row of each turn of a member, in order. `facing`: the turns at the other end of these legs."""
         sizes = np.array([len(each.replicas) for each in rows], np.int64)
         widest = int(sizes.max(initial=1))
         replicas = [each.replicas + each.replicas[:1] * (widest - len(each.replicas)) for each in rows]
         strides = stride_of(np.maximum(np.bincount(row, minlength=len(rows)), 1), sizes)
         table = np.array(replicas, np.int64).reshape(-1, widest)
         parts, links = np.array([(each.part, each.link) for each in rows], np.int64).reshape(-1, 2).T.copy()
-        return cls(tuple(rows), parts, links, row, _order_within(row), strides[row], table, sizes)
+        number = order_within(row) if facing is None else _mixed(row, sizes, facing)
+        return cls(tuple(rows), parts, links, row, number, strides[row], table, sizes)
 
     def replica(self, first: int, member: Numbers, turn: Numbers | slice = slice(None)) -> Ints:
         """Which replica takes a turn of a member; arguments broadcast against each other."""
@@ -143,6 +144,18 @@ class Turns:
     def ranks(self, grid: NDArray[np.int32]) -> NDArray[np.int32]:
         """The ranks of the rows [rows, widest]; `grid` [parts, replicas] has those of the parts."""
         return grid[self.parts[:, None], self.replicas]
+
+
+def _mixed(row: Ints, sizes: Ints, facing: Turns) -> Ints:
+    """The numbers of turns that meet all those at the other end of their legs. In step, some would never meet:
+
+    source of four, of legs 0 to 7        0 1 2 3  0 1 2 3        mixed    0 1 2 3  1 2 3 0
+    end of four                           0 1 2 3  0 1 2 3                 0 1 2 3  0 1 2 3
+    """
+    order = np.argsort(facing.row, kind="stable")
+    number = np.empty_like(row)
+    number[order] = order_within(row[order])
+    return np.asarray(number + number // np.lcm(sizes[row], facing.sizes[facing.row]))
 
 
 def rolled(nbytes: Ints, sizes: Ints, first: int) -> Ints:
@@ -202,7 +215,7 @@ def _least_busy_first(load: Ints, sizes: Ints, cost: Ints) -> int:
     return int(firsts[np.argmin(peaks)])
 
 
-def _order_within(values: Ints) -> Ints:
+def order_within(values: Ints) -> Ints:
     """For each value, how many equal ones come before it: [3, 7, 3] -> [0, 0, 1]."""
     by_value = np.argsort(values, kind="stable")
     starts = np.searchsorted(values[by_value], values[by_value], side="left")

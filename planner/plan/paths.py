@@ -24,7 +24,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from .balance import Ints, Row, Turns, wave_of
+from .balance import Ints, Row, Turns, order_within, wave_of
 from .rails import Rails, exchanged, rows_on_rails, rows_that_exchange
 
 OWN_GPU, NVLINK, NIC = LINKS = 0, 1, 2  # the nearest first
@@ -48,11 +48,13 @@ class Sites:
         """Equal for sites that differ in nothing but numbers: the same ranks are near each other, in the same order."""
         rails = b"" if self.on_rail is None else self.on_rail.tobytes()
         numbers, domains = np.unique(self.dst_domains, return_inverse=True)
+        sources = np.unique(self.src_domains, return_inverse=True)[1]
         near = _index_of(numbers, self.src_domains)
         if (near < 0).all():  # nor does anybody share a GPU
-            return domains.tobytes() + rails
+            return domains.tobytes() + sources.tobytes() + rails
         gpus, own = np.unique(self.dst_gpus, return_inverse=True)
-        return b"".join(each.tobytes() for each in (domains, near, own, _index_of(gpus, self.src_gpus))) + rails
+        columns = domains, sources, near, own, _index_of(gpus, self.src_gpus)
+        return b"".join(each.tobytes() for each in columns) + rails
 
     @classmethod
     def apart(cls, src_shape: tuple[int, ...], dst_shape: tuple[int, ...]) -> Sites:
@@ -66,6 +68,14 @@ def _index_of(known: Ints, numbers: Ints) -> Ints:
     """Where each number is in `known`, which ascends; -1 where it is not."""
     index = np.minimum(np.searchsorted(known, numbers), len(known) - 1)
     return np.where(known[index] == numbers, index, -1)
+
+
+def _from_domain_to_domain(domains: Ints) -> tuple[int, ...]:
+    """The numbers of these replicas, each in another domain than the one before if possible: [4, 4, 7, 7] -> (0, 2, 1, 3).
+
+    So a few turns in a row are of all hosts. With PXN, NIC i of each of them sends what they bring to rail i.
+    """
+    return tuple(np.lexsort((domains, order_within(domains))).tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +165,8 @@ class Paths:
             overlap += [number] * len(of_parts[parts])
             legs += of_parts[parts]
         src, dst = np.array(legs, np.int64).reshape(-1, 2).T.copy()
-        return np.array(overlap, np.int64), Turns.of([*rows[0]], src), Turns.of([*rows[1]], dst)
+        landings = Turns.of([*rows[1]], dst)
+        return np.array(overlap, np.int64), Turns.of([*rows[0]], src, facing=landings), landings
 
     def _legs(self, nbytes: Counter[tuple[int, int]]) -> dict[tuple[int, int], list[tuple[Row, Row]]]:
         """Who sends and who receives, of each leg from the trainer between two parts. `nbytes` are those of two parts."""
@@ -190,7 +201,7 @@ class Paths:
         for near, mates in beside.values():
             legs.append((Row(src_part, tuple(near), NVLINK), Row(dst_part, tuple(mates), NVLINK)))
         cells = [[replica for cell in far.values() for replica in cell]] if self.relay and far else [*far.values()]
-        everyone = Row(src_part, tuple(range(sites.src_gpus.shape[1])), NIC)
+        everyone = Row(src_part, _from_domain_to_domain(sites.src_domains[src_part]), NIC)
         return legs + [(everyone, Row(dst_part, tuple(cell), NIC)) for cell in cells]
 
     @cached_property

@@ -44,8 +44,14 @@ def two_moves() -> list[HandTransfer]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 2**32 - 1), bucket_bytes=st.sampled_from([16, 48, 256, 4096]))
-def test_program_moves_every_element_where_the_schedule_says(seed: int, bucket_bytes: int) -> None:
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    bucket_bytes=st.sampled_from([16, 48, 256, 4096]),
+    segment_bytes=st.sampled_from([None, 16]),
+)
+def test_program_moves_every_element_where_the_schedule_says(
+    seed: int, bucket_bytes: int, segment_bytes: int | None
+) -> None:
     worlds = (2, 2)
     transfers = random_transfers(np.random.default_rng(seed), worlds, parameters=5, largest=4)
     train = [schedule_of(transfers, "train", rank, worlds) for rank in range(worlds[0])]
@@ -54,7 +60,7 @@ def test_program_moves_every_element_where_the_schedule_says(seed: int, bucket_b
     for rank in range(worlds[1]):
         gen = schedule_of(transfers, "gen", rank, worlds)
         tensors = allocate(gen)
-        deliver(trainers, bind(gen, tensors), bucket_bytes)
+        deliver(trainers, bind(gen, tensors), bucket_bytes, segment_bytes)
         want = expected(transfers, gen, sources)
         assert {name: raw_bytes(t) for name, t in tensors.items()} == {name: raw_bytes(t) for name, t in want.items()}
 

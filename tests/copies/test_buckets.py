@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from mcore_reshard.kernels.copies.buckets import Segment, cut, pack
 from mcore_reshard.kernels.options import ALIGNMENT
 
+MIB = 1 << 20
+
 shapes = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 
 
@@ -50,7 +52,7 @@ def test_what_fits_is_not_cut_and_what_is_empty_does_not_travel() -> None:
 
 @given(nbytes=st.lists(st.integers(1, 64), max_size=50), bucket_bytes=st.sampled_from([64, 80, 256]))
 def test_packed_parts_are_aligned_and_never_overlap_or_overflow(nbytes: list[int], bucket_bytes: int) -> None:
-    firsts, offsets = pack(np.zeros(len(nbytes), np.int64), np.array(nbytes, np.int64), bucket_bytes)
+    firsts, offsets = pack(np.zeros(len(nbytes), np.int64), np.array(nbytes, np.int64), bucket_bytes, bucket_bytes)
     assert len(offsets) == len(nbytes) and not np.any(offsets % ALIGNMENT)
     bounds = [*firsts.tolist(), len(nbytes)]
     assert bounds[0] == 0 and all(low < high for low, high in itertools.pairwise(bounds))
@@ -66,12 +68,12 @@ def test_packed_parts_are_aligned_and_never_overlap_or_overflow(nbytes: list[int
 
 
 def test_small_parts_share_a_bucket() -> None:
-    firsts, offsets = pack(np.zeros(4, np.int64), np.array([4, 16, 20, 40]), 64)
+    firsts, offsets = pack(np.zeros(4, np.int64), np.array([4, 16, 20, 40]), 64, 64)
     assert (firsts.tolist(), offsets.tolist()) == ([0, 3], [0, 16, 32, 0])
 
 
 def test_peers_never_share_a_bucket() -> None:
-    firsts, offsets = pack(np.array([1, 1, 3, 3, 3]), np.array([4, 16, 20, 40, 8]), 64)
+    firsts, offsets = pack(np.array([1, 1, 3, 3, 3]), np.array([4, 16, 20, 40, 8]), 64, 64)
     assert (firsts.tolist(), offsets.tolist()) == ([0, 2, 3], [0, 16, 0, 0, 48])
 
 
@@ -81,9 +83,38 @@ def test_peers_are_packed_each_by_itself() -> None:
     nbytes = rng.integers(1, 129, 400)
     expected_firsts, expected_offsets = [], []
     for peer in np.unique(peers):
-        firsts, offsets = pack(np.zeros((peers == peer).sum(), np.int64), nbytes[peers == peer], 128)
+        firsts, offsets = pack(np.zeros((peers == peer).sum(), np.int64), nbytes[peers == peer], 256, 128)
         expected_firsts += [*(firsts + np.searchsorted(peers, peer))]
         expected_offsets += [*offsets]
-    firsts, offsets = pack(peers, nbytes, 128)
+    firsts, offsets = pack(peers, nbytes, 256, 128)
     assert (firsts.tolist(), offsets.tolist()) == (expected_firsts, expected_offsets)
-    assert pack(peers[:0], nbytes[:0], 128)[0].tolist() == []
+    assert pack(peers[:0], nbytes[:0], 256, 128)[0].tolist() == []
+
+
+def test_the_worked_example_of_small_segments() -> None:
+    assert filled([7] * 4, 10, 10) == [7, 7, 7, 7]
+    assert filled([7] * 4, 10, 0.625) == [9.5, 9.5, 9]
+
+
+@given(
+    transfers=st.lists(st.integers(1, 300), min_size=1, max_size=40),
+    bucket_bytes=st.sampled_from([160, 320, 960]),
+    segments=st.sampled_from([1, 4, 10]),
+)
+def test_small_segments_fill_buckets_evenly(transfers: list[int], bucket_bytes: int, segments: int) -> None:
+    segment_bytes = bucket_bytes // segments // ALIGNMENT * ALIGNMENT
+    nbytes = [ALIGNMENT * piece.extents[0] for each in transfers for piece in cut((each,), ALIGNMENT, segment_bytes)]
+    firsts, _ = pack(np.zeros(len(nbytes), np.int64), np.array(nbytes, np.int64), bucket_bytes, segment_bytes)
+    sizes = np.add.reduceat(nbytes, firsts)
+    assert sizes.sum() == ALIGNMENT * sum(transfers) and sizes.max() <= bucket_bytes
+    even = sizes.sum() / -(-sizes.sum() // bucket_bytes)
+    assert sizes.max() <= even + segment_bytes
+    assert (sizes[:-1] > min(even, bucket_bytes - segment_bytes)).all()
+
+
+def filled(transfers: list[float], bucket: float, segment: float) -> list[float]:
+    """The buckets that transfers of a pair fill, all in MiB."""
+    rows = [(int(each * 16), 1 << 16) for each in transfers]
+    nbytes = np.array([prod(piece.extents) for each in rows for piece in cut(each, 1, int(segment * MIB))])
+    firsts, _ = pack(np.zeros(len(nbytes), np.int64), nbytes, int(bucket * MIB), int(segment * MIB))
+    return [float(size) for size in np.add.reduceat(nbytes, firsts) / MIB]

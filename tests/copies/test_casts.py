@@ -55,9 +55,9 @@ def test_scales_of_elements() -> None:
     assert columns.tolist() == [0, 3, 0, 0, 1, 0, 1]
 
 
-@pytest.mark.parametrize("bucket_bytes", [64, 4096, 1 << 20])
-@pytest.mark.parametrize("seed", range(4))
-def test_what_arrives_is_what_torch_casts(seed: int, bucket_bytes: int) -> None:
+@pytest.mark.parametrize(("bucket_bytes", "segment_bytes"), [(64, None), (4096, None), (4096, 256), (1 << 20, None)])
+@pytest.mark.parametrize("seed", range(3))
+def test_what_arrives_is_what_torch_casts(seed: int, bucket_bytes: int, segment_bytes: int | None) -> None:
     worlds = (2, 2)
     transfers = transfers_with_casts(np.random.default_rng(seed), worlds)
     schedules = [train_schedule(transfers, rank, worlds) for rank in range(2)]
@@ -66,7 +66,7 @@ def test_what_arrives_is_what_torch_casts(seed: int, bucket_bytes: int) -> None:
     for rank in range(worlds[1]):
         gen = schedule_of(transfers, "gen", rank, worlds)
         tensors = allocate(gen)
-        deliver(train, bind(gen, tensors), bucket_bytes)
+        deliver(train, bind(gen, tensors), bucket_bytes, segment_bytes)
         assert {name: raw_bytes(tensor) for name, tensor in tensors.items()} == expected_bytes(transfers, gen, sources)
 
 

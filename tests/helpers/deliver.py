@@ -13,18 +13,23 @@ from mcore_reshard.kernels.copies.cpu import run_copies
 from mcore_reshard.kernels.copies.tensors import byte_array
 
 
-def deliver(trainers: Sequence[BoundSchedule], engine: BoundSchedule, bucket_bytes: int = 1 << 20) -> None:
+def deliver(
+    trainers: Sequence[BoundSchedule],
+    engine: BoundSchedule,
+    bucket_bytes: int = 1 << 20,
+    segment_bytes: int | None = None,
+) -> None:
     """Deliver all buckets of the engine rank. Both ends must agree on every bucket; bytes that no copy writes are poison."""
     rank = engine.schedule.rank
     sent = {
         (source, bucket.stage, bucket.number): bucket
         for source, trainer in enumerate(trainers)
-        for bucket in cut_buckets(trainer.schedule, bucket_bytes)
+        for bucket in cut_buckets(trainer.schedule, bucket_bytes, segment_bytes)
         if bucket.peer == rank
     }
     for trainer in trainers:
         compute_scales(trainer.casts, trainer.tensors)
-    for wanted in cut_buckets(engine.schedule, bucket_bytes):
+    for wanted in cut_buckets(engine.schedule, bucket_bytes, segment_bytes):
         bucket, trainer = sent.pop((wanted.peer, wanted.stage, wanted.number)), trainers[wanted.peer]
         assert bucket.sends and not wanted.sends
         assert 0 < bucket.nbytes == wanted.nbytes <= bucket_bytes

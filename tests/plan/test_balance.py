@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import gcd
+from math import gcd, lcm
 
 import numpy as np
 import pytest
@@ -51,6 +51,22 @@ def test_overlaps_of_one_part_follow_each_other_and_parts_do_not_mix() -> None:
     turns = turns_of([3, 7, 3], replicas=8, pulls=2)
     assert turns.number[::2].tolist() == [0, 0, 2]
     assert turns.strides[::2].tolist() == [5, 3, 5]
+
+
+@pytest.mark.parametrize(("sources", "ends"), [(4, 4), (8, 2), (2, 8), (6, 4), (3, 5)])
+def test_every_source_meets_every_end(sources: int, ends: int) -> None:
+    """Each overlap has a leg to one replica of either host. In step, four sources and four ends make four pairs of 16."""
+    legs = 2 * sources * ends
+    row = np.arange(legs) % 2
+    landings = Turns.of([Row(0, tuple(range(ends))), Row(0, tuple(range(ends, 2 * ends)))], row)
+    everyone = [Row(0, tuple(range(sources)))]
+    for turns, pairs in (
+        (Turns.of(everyone, np.zeros(legs, np.int64), facing=landings), legs),
+        (Turns.of(everyone, np.zeros(legs, np.int64)), lcm(sources, 2 * ends)),
+    ):
+        met = {*zip(turns.replica(0, 0).tolist(), landings.replica(0, 0).tolist(), strict=True)}
+        assert len(met) == pairs
+        assert np.ptp(np.bincount(turns.replica(0, 0))) == 0
 
 
 @pytest.mark.parametrize("waves", [1, 4])

@@ -82,6 +82,21 @@ def test_nccl_leaves_a_host_by_the_nic_on_the_receivers_rail() -> None:
     assert auto < 1.2 < 1.8 < gloo
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("config", "train", "gen"),
+    [
+        ("qwen3-30b-a3b", "tp=1,dp=32", "tp=4,dp=16,ep=64"),
+        ("llama-3.1-8b", "tp=8,dp=4", "tp=2,dp=16"),
+        ("llama-3.1-8b", "tp=2,pp=2,dp=8", "tp=4,dp=8"),
+    ],
+)
+def test_each_rail_gets_as_much_from_each_host_at_every_moment(config: str, train: str, gen: str) -> None:
+    """With PXN a host sends to a rail by one NIC. Turns of sources and ends in step took 2.2, 2.3 and 1.4 times the bound."""
+    case = host_bounds.HostsCase("", config, train, gen)
+    assert case.simulation("auto").seconds < 1.15 * case.least().seconds
+
+
 def test_only_members_of_a_communicator_forward() -> None:
     """Trainers on GPUs 0 and 1, receivers on GPUs 2 and 3 of another host; nothing, or engine ranks, on those of the first."""
 

@@ -11,6 +11,7 @@ from helpers.plans import QUANTIZED, TINY, Case
 
 from mcore_reshard.kernels.copies.buckets import Bucket, cut_buckets
 from mcore_reshard.kernels.options import Options
+from mcore_reshard.kernels.transports.nccl import staging
 from mcore_reshard.kernels.transports.nccl.shared_gpus import SharedGpus
 from mcore_reshard.kernels.transports.nccl.staging import (
     ScratchBudget,
@@ -169,6 +170,21 @@ def test_the_script_of_nccl_is_the_rounds_of_its_executor(case: Case) -> None:
     expected = nccl_joined(plan, len(plan.later_hops), transport="nccl")
     assert joined_runs_of_script(plan, script(plan, "nccl")) == expected
     assert max(len(run) for runs in expected.values() for run in runs) > 2
+
+
+@pytest.mark.parametrize("gpus", [0, 4])
+def test_the_script_of_nccl_is_the_rounds_of_its_executor_where_small_segments_fill_messages(
+    gpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where ranks have many peers; two are many enough here."""
+    monkeypatch.setattr(staging, "_SO_MANY_PEERS", 2)
+    case = Case("tiny-deepseek-v3", "tp=2,pp=2,ep=2,dp=2", "tp=2,dp=2")
+    plan = on_hosts(case, gpus) if gpus else case.plan()
+    found = script(plan, "nccl")
+    assert plan.later_hops == (("share",) if gpus else ())
+    assert joined_runs_of_script(plan, found) == nccl_joined(plan, len(plan.later_hops), transport="nccl")
+    monkeypatch.setattr(staging, "_SEGMENTS_OF_MANY", 1)
+    assert len(found.buckets) < len(script(plan, "nccl").buckets)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -363,19 +379,19 @@ def test_one_host_that_relays_without_places_shares_with_them() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("gen", "mean", "median"),
-    [pytest.param("tp=32,dp=4", 8.5, 9.5, marks=pytest.mark.slow), ("tp=4,dp=32,ep=128", 6.5, 6.9)],
+    [pytest.param("tp=32,dp=4", 9.4, 9.6, marks=pytest.mark.slow), ("tp=4,dp=32,ep=128", 8.3, 10.0)],
 )
 def test_between_many_ranks_messages_of_nccl_stay_large(gen: str, mean: float, median: float) -> None:
-    """DeepSeek-V3 from 256 ranks to 128: up to 9.8 MiB within 512 MiB of scratch; whole rows fill them almost.
+    """DeepSeek-V3 from 256 ranks to 128: up to 10.7 MiB within 512 MiB of scratch.
 
-    Whole experts are four bands of 7 MiB each, of which none shares a message. Replicas of a host pass on in smaller ones.
+    Whole experts are four bands of 7 MiB each, in segments that fill messages. Replicas of a host pass on in smaller ones.
     """
     plan = Case("deepseek-v3", "tp=8,pp=8,ep=32,dp=4,layers=8+8+8+8+8+7+7+7", gen, machine="h200-8").plan()
     assert plan.topology is not None
     buckets = script_of(plan, plan.topology, "nccl", Options(), most=1 << 30).buckets
-    assert (np.unique(buckets.hop) == [0, 1]).all() and buckets.nbytes[buckets.hop == 1].max() <= (128 << 20) / 13 / 4
+    assert (np.unique(buckets.hop) == [0, 1]).all() and buckets.nbytes[buckets.hop == 1].max() <= (128 << 20) / 12 / 6
     mib = buckets.nbytes[buckets.hop == 0] / (1 << 20)
-    assert mib.mean() > mean and np.median(mib) > median and mib.max() <= 128 / 13
+    assert mib.mean() > mean and np.median(mib) > median and mib.max() <= 128 / 12
     buckets = script_of(plan, plan.topology, "nccl", Options(scratch_bytes=256 << 20), most=1 << 30).buckets
     less = buckets.nbytes[buckets.hop == 0]
     assert np.median(less) / (1 << 20) < 0.6 * median  # half of the scratch, half of a message

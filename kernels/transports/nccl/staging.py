@@ -56,12 +56,11 @@ from .shared_gpus import SharedGpus
 
 DIGEST_BYTES = 16  # after each bucket, where buckets are checked
 _MOST_MESSAGES = 16  # that a slot holds at their full size: of 512 MiB, 8 MiB each
-_MOST_OF_MANY = 13  # the same where a rank has many peers: 9.8 MiB each. Rounds then fill evenly with fewer messages
+_MOST_OF_MANY = 12  # the same where a rank has many peers: 10.6 MiB each. Rounds then fill evenly with fewer messages
 _SO_MANY_PEERS = 48
+_SEGMENTS_OF_MANY = 16  # of a bucket, at least, if a rank has many peers: transfers of 7 MiB would leave a third empty
 _MOST_JOINED = 24  # the same where a slot has what a rank sends and what it receives
-_OF_SHARES = (
-    4  # so many times smaller are messages within a domain, where others have 9.8 MiB. NVLink has small ones at once
-)
+_OF_SHARES = 6  # so many times smaller are messages within a domain beside those of 10.6 MiB: NVLink has them at once
 _MANY_PEERS = 4  # for each stream, from which on a pair keeps to one
 _MOST_OF_A_PAIR = 8  # of its buckets in a window, where pairs keep to a stream
 _GROWTH, _GROWTHS = 1.1, 88  # the numbers of windows that are tried
@@ -94,6 +93,7 @@ class Division:
     keeps_streams: bool  # whether a pair keeps to one stream
     hops: tuple[HopKind, ...] = ()  # in which replicas send as well
     of_shares: int = 1  # so many times smaller are buckets that they send within their domain
+    segments: int = 1  # that a full bucket has at least
     pace: int = 0  # buckets of the pair with the most, if others keep time with it
     windows: int = 1
     shared: SharedGpus | None = None  # where members of both sides share GPUs
@@ -136,7 +136,11 @@ class Division:
 
     def bucket_bytes_in(self, hop: HopKind) -> int:
         """The largest bucket of a hop."""
-        return max(ALIGNMENT, self.bucket_bytes // (self.of_shares if hop == "share" else 1) // ALIGNMENT * ALIGNMENT)
+        return _part_of(self.bucket_bytes, self.of_shares if hop == "share" else 1)
+
+    def segment_bytes_in(self, hop: HopKind) -> int:
+        """The largest segment of a transfer in a bucket of a hop."""
+        return _part_of(self.bucket_bytes_in(hop), self.segments)
 
     def with_pace(self, most_buckets: int) -> Division:
         """The division once it is known how many buckets the pair with the most of all ranks has."""
@@ -167,7 +171,11 @@ class HopEnd:
         return [
             cls(
                 schedule,
-                cut_buckets(schedule, division.bucket_bytes_in(schedule.hop_kind)),
+                cut_buckets(
+                    schedule,
+                    division.bucket_bytes_in(schedule.hop_kind),
+                    division.segment_bytes_in(schedule.hop_kind),
+                ),
                 number > 0,
                 train_ranks if number or schedule.world == "gen" else 0,
                 train_ranks if number or schedule.world == "train" else 0,
@@ -306,9 +314,9 @@ def divide(
 ) -> Division:
     """Divide scratch so that the rank with the most peers fits. `pairs[r]` is the `pair_count` of group rank `r`.
 
-    A slot has a place for one bucket of each peer, or for 16; for 13 where a rank has 48 peers or more. With 2 streams of 2
+    A slot has a place for one bucket of each peer, or for 16; for 12 where a rank has 48 peers or more. With 2 streams of 2
     slots, 4 peers and 512 MiB, buckets have 32 MiB. Where replicas send as well, in these `hops`, it has places for 24; or
-    for 13, if they do so within their domain alone, and have many peers. `members` are the ranks with peers in any part, by
+    for 12, if they do so within their domain alone, and have many peers. `members` are the ranks with peers in any part, by
     default in this one. Where those of both sides share GPUs (`shared`), there may be more streams.
     Raises ValueError if less than one element fits.
     """
@@ -329,8 +337,20 @@ def divide(
     keeps_streams = min(counts) >= _MANY_PEERS * budget.streams or (shared is not None and shared.digits > 1)
     of_shares = _OF_SHARES if hops and not is_joined else 1
     return Division(
-        bucket_bytes, budget, members, keeps_streams and not hops, tuple(sorted(hops)), of_shares, shared=shared
+        bucket_bytes,
+        budget,
+        members,
+        keeps_streams and not hops,
+        tuple(sorted(hops)),
+        of_shares,
+        _SEGMENTS_OF_MANY if has_many and not is_joined else 1,
+        shared=shared,
     )
+
+
+def _part_of(nbytes: int, parts: int) -> int:
+    """One of so many equal parts, down to a multiple of ALIGNMENT."""
+    return max(ALIGNMENT, nbytes // parts // ALIGNMENT * ALIGNMENT)
 
 
 def _stream_of_pair(turn: Any, streams: int) -> Any:
