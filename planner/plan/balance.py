@@ -54,19 +54,24 @@ def waves_for(passed_on: int, received: int, landings: int, replicas: int) -> in
     return waves
 
 
-def wave_of(members: int, pairs: Ints, waves: int) -> Ints:
+def wave_of(members: int, pairs: Ints, waves: int, *, even: bool) -> Ints:
     """The wave of every overlap of every member [members, overlaps] of a transfer group.
 
     Overlaps with equal `pairs` [overlaps] are of the same two parts. Each two parts have work in all waves, or in as
-    many as they have overlaps; a single one is in the middle, where all hops are under way. Later waves are smaller,
-    the last one a third of the first, as it is passed on alone:
+    many as they have overlaps; a single one is in the middle, where all hops are under way. Without `even` later waves
+    are smaller, the last one a third of the first, as it is passed on alone:
 
-        members             0  1  2  3  4  5  6  7  8  9
-        of four waves       0  0  0  0  1  1  2  2  3  3
+        members                  0  1  2  3  4  5  6  7  8  9
+        of four waves            0  0  0  0  1  1  2  2  3  3
+        of four even waves       0  0  1  1  1  2  2  3  3  3
+
+    Even waves are for one host. There replicas are limited by what they read, from the trainer and from each other, and
+    only while they have the first wave from the trainer alone they read less.
     """
     of_pair = np.bincount(pairs, minlength=1)[pairs]
     place, places = 2 * (np.arange(members)[:, None] * of_pair + order_within(pairs)) + 1, 2 * members * of_pair
-    return waves * place * (places + place) // (2 * places**2)  # integers: all ranks must agree
+    # Integers: all ranks must agree.
+    return waves * place // places if even else waves * place * (places + place) // (2 * places**2)
 
 
 def stride_of(turns: Ints, replicas: Numbers) -> Ints:

@@ -100,6 +100,7 @@ class Paths:
     sites: Sites
     relay: bool  # each overlap leaves the trainer once
     share: bool  # each overlap enters an NVLink domain once
+    even_waves: bool = False
     _kept: dict[tuple[int, ...], Ints] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -130,7 +131,8 @@ class Paths:
 
     def waves(self, members: int, waves: int) -> Ints:
         """[members, overlaps]: in which of `waves` waves each overlap moves, through all its hops."""
-        return wave_of(members, self.src_parts * len(self.sites.dst_gpus) + self.dst_parts, waves)
+        pairs = self.src_parts * len(self.sites.dst_gpus) + self.dst_parts
+        return wave_of(members, pairs, waves, even=self.even_waves)
 
     @property
     def relays(self) -> bool:

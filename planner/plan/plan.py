@@ -79,12 +79,12 @@ class TransferPattern:
         nbytes = [overlap.region.elements * ITEMSIZE[self.ends(overlap)[1].tensor.dtype] for overlap in self.overlaps]
         return np.array(nbytes, dtype=np.int64)
 
-    def paths(self, sites: Sites, key: bytes, relay: bool, share: bool) -> Paths:
+    def paths(self, sites: Sites, key: bytes, relay: bool, share: bool, even_waves: bool) -> Paths:
         """The paths of the overlaps if replicas are at `sites`; sites with one `key` are alike."""
-        full_key = sites.src_gpus.shape, sites.dst_gpus.shape, key, relay, share
+        full_key = sites.src_gpus.shape, sites.dst_gpus.shape, key, relay, share, even_waves
         if full_key not in self._paths:  # many transfer groups share it, and so do plans for more or fewer replicas
             parts = self.parts["train"], self.parts["gen"]
-            self._paths[full_key] = Paths(*parts, self.overlap_bytes, sites, relay, share)
+            self._paths[full_key] = Paths(*parts, self.overlap_bytes, sites, relay, share, even_waves)
         return self._paths[full_key]
 
 
@@ -328,7 +328,7 @@ class Plan:
                 sites = Sites(src_gpus[src], domains[0], dst_gpus[dst], domains[1], self._on_rail(src, dst))
                 self._sites[ends] = sites, sites.key
         passes_on = (False, False) if self.straight else (self.relay, self.topology is not None)
-        return self.patterns[transfers.pattern].paths(*self._sites[ends], *passes_on)
+        return self.patterns[transfers.pattern].paths(*self._sites[ends], *passes_on, not self.spans_hosts)
 
     def first_hop(
         self,
