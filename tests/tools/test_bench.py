@@ -12,7 +12,7 @@ import bench_refit
 import pytest
 import torch
 from bench import machine, ours
-from bench.goals import mutual_reads, one_gpu, verdicts
+from bench.goals import mutual_reads, one_gpu, one_to_three, verdicts
 from bench.methods import Method, Prepared, parse_method
 from bench.ranks import Launch
 from bench.results import ResultFile, row_of, skipped, with_share
@@ -161,7 +161,6 @@ def test_goals_are_judged_by_the_rows() -> None:
     assert found["direct against NeMo-RL's point to point, experts"] == ("1.80 x", True)
     assert found["first refit after prepare, direct, nccl"] == ("1.10 x, 1.30 x", False)
     assert found["host CPU of a refit, nccl"] == ("12.0 ms (1.0 in the caller)", False)
-    assert found["direct, one trainer, replicas"] == ("not measured in this run", None)
 
 
 def test_the_docs_show_rows_goals_and_what_was_not_measured(tmp_path: Path) -> None:
@@ -312,6 +311,10 @@ def test_goals_of_shared_gpus_are_judged_by_the_links() -> None:
     verdict = mutual_reads(halves, links)
     assert (verdict.measured, verdict.reached) == ("0.958 of 360 GB/s", True)
     assert not mutual_reads({**halves, "ms": 110.0}, links).reached
+    links = [{"pattern": "three read each other and a fourth", "copy_engine": 170, "pull": 338, "pull_by_tile": 330}]
+    assert one_to_three(measured("moe-one-to-many", "nccl", 322), links).reached
+    verdict = one_to_three(measured("moe-one-to-many", "direct", 300), links)
+    assert (verdict.measured, verdict.reached) == ("0.888 of 338 GB/s", False)
     assert one_gpu([measured("moe-ep-tp", "direct", 1900, share=0.91)]).reached
     assert one_gpu([measured("moe-ep-tp", "direct", 1900, share=0.89)]).reached is False
 

@@ -110,10 +110,7 @@ def test_ranks_that_are_counted_as_one_hold_nearly_the_same(case: PlanCase, monk
 
 
 # From before whole blocks were cast in one pass, with other tables.
-TWO_PASSES = {("direct", "moe-bf16-fp8", name) for name in ("refit-x2", "refit-x4")}
-
-
-UNRELAYED = ("nccl", "moe-one-to-many", "refit-x4")  # from before replicas passed on over nccl
+TWO_PASSES = ("direct", "moe-bf16-fp8", "refit-x2")
 
 
 def recorded() -> list[tuple[str, Case, str, dict[str, Any]]]:
@@ -125,7 +122,7 @@ def recorded() -> list[tuple[str, Case, str, dict[str, Any]]]:
         for row in data["rows"]:
             row = {**row, "date": data["date"], "first_of_its_process": row["workload"] not in before}
             method = row["method"].partition(":")[0]
-            if (method, row["workload"], name) in {*TWO_PASSES, UNRELAYED}:
+            if (method, row["workload"], name) == TWO_PASSES:
                 continue
             if method in ("direct", "nccl"):
                 workload = next(each for each in WORKLOADS if each.name == row["workload"])

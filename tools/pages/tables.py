@@ -357,23 +357,29 @@ def goals_section(folder: Path = RESULTS) -> str:
             mark = {True: "reached", False: "**not reached**", None: ""}[verdict.reached]
             lines.append(f"| {verdict.figure} | {verdict.goal} | {verdict.measured} | {mark} |")
         parts.append("\n".join(lines))
-    return "\n\n".join([*parts, *_shared_goals(folder)])
+    return "\n\n".join([*parts, *_goals_of_links(folder)])
 
 
-def _shared_goals(folder: Path) -> list[str]:
-    """A table of the goals of ranks that share GPUs, of the runs that are there."""
-    from bench.goals import mutual_reads, one_gpu
+def _goals_of_links(folder: Path) -> list[str]:
+    """A table of the goals of GPUs that are shared, or read each other, of the runs that are there."""
+    from bench.goals import mutual_reads, one_gpu, one_to_three
 
     found = []
+    links_file = folder / "links-x4.json"
+    links = json.loads(links_file.read_text())["rows"] if links_file.exists() else []
+    if (four := folder / "refit-x4.json").exists() and links:
+        data = json.loads(four.read_text())
+        rows = [row for row in data["rows"] if row["workload"] == "moe-one-to-many" and "skipped" not in row]
+        found += [(data, one_to_three(row, links)) for row in rows]
     if (single := folder / "one-gpu-x1.json").exists():
         data = json.loads(single.read_text())
         found.append((data, one_gpu(data["rows"])))
-    if (both := folder / "refit-colocated-x2.json").exists():
-        data, links = json.loads(both.read_text()), json.loads((folder / "links-x4.json").read_text())
+    if (both := folder / "refit-colocated-x2.json").exists() and links:
+        data = json.loads(both.read_text())
         rows = [row for row in data["rows"] if (row["workload"], row["method"]) == ("moe-ep-tp", "direct")]
-        found += [(data, mutual_reads(row, links["rows"])) for row in rows]
+        found += [(data, mutual_reads(row, links)) for row in rows]
     mark = {True: "reached", False: "**not reached**", None: ""}
-    lines = ["| on GPUs that both sides share | goal | measured | |", "|---|---|---|---|"]
+    lines = ["| on GPUs that both sides share, or that read each other | goal | measured | |", "|---|---|---|---|"]
     lines += [
         f"| {verdict.figure} ({data['hardware']}) | {verdict.goal} | {verdict.measured} | {mark[verdict.reached]} |"
         for data, verdict in found
