@@ -1,10 +1,10 @@
 """A schedule's transfers, cut and packed into buckets: one message between two ranks each.
 
 Transfers are packed in schedule order into buckets of at most `bucket_bytes`; a larger one is cut into segments first.
-Small segments fill buckets, and those of a pair of ranks are about equally full. Four transfers of 7 MiB, buckets of 10:
+Small segments fill buckets, and where a pair of ranks has few, these are about equally full. Four transfers of 7 MiB:
 
-    segments of up to 10 MiB        7    7    7    7
-    segments of up to 640 KiB       9.5  9.5  9
+    segments of up to 10 MiB      in buckets of 10     7    7    7    7
+    segments of up to 640 KiB     in buckets of 10     9.5  9.5  9
 
 Extents and element sizes alone decide, and both ends have the same. So both compute the same buckets without a message.
 """
@@ -188,8 +188,8 @@ def cut(extents: tuple[int, ...], itemsize: int, segment_bytes: int) -> Iterator
 def pack(peers: NDArray[np.integer], nbytes: Ints, bucket_bytes: int, segment_bytes: int) -> tuple[Ints, Ints]:
     """Where segments go: (first segment of each bucket [buckets], byte offset of each segment in its bucket [segments]).
 
-    `peers` [segments] ascend; `nbytes` [segments] are sizes in order, each at most `segment_bytes`. A peer has no more
-    buckets if they are filled evenly, up to a segment.
+    `peers` [segments] ascend; `nbytes` [segments] are sizes in order, each at most `segment_bytes`. None is
+    fuller than all of its peer would be on average, by more than a segment.
     """
     padded = aligned(nbytes)
     ends = np.cumsum(padded)

@@ -5,6 +5,8 @@ A pull is one overlap on its way to one destination replica. Every member of a t
 
     replica = (first + k * stride + pull) % replicas
 
+Of several pulls, `pull` skips a number now and then, so that each source meets every end: see `_mixed`.
+
 `stride` is the number of pulls, raised until it is coprime with the number of replicas. Otherwise a pull would visit only
 some replicas, and it goes to the same rank for every member. With 2 pulls and 4 replicas, the stride is 3:
 
@@ -65,8 +67,8 @@ def wave_of(members: int, pairs: Ints, waves: int, *, even: bool) -> Ints:
         of four waves            0  0  0  0  1  1  2  2  3  3
         of four even waves       0  0  1  1  1  2  2  3  3  3
 
-    Even waves are for one host. There replicas are limited by what they read, from the trainer and from each other, and
-    only while they have the first wave from the trainer alone they read less.
+    Even waves are for one host, and for unknown ones. On a host replicas are limited by what they read, from the trainer
+    and from each other, and only while they have the first wave from the trainer alone they read less.
     """
     of_pair = np.bincount(pairs, minlength=1)[pairs]
     place, places = 2 * (np.arange(members)[:, None] * of_pair + order_within(pairs)) + 1, 2 * members * of_pair
@@ -104,7 +106,7 @@ class Turns:
     parts: Ints  # [rows]
     links: Ints  # [rows]
     row: Ints  # [turns]
-    number: Ints  # [turns]: turns of the same row before it
+    number: Ints  # [turns]: that count on in its row; without `facing`, turns of the same row before it
     strides: Ints  # [turns]
     replicas: Ints  # [rows, widest]; a shorter row repeats its first
     sizes: Ints  # [rows]

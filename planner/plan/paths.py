@@ -71,7 +71,7 @@ def _index_of(known: Ints, numbers: Ints) -> Ints:
 
 
 def _from_domain_to_domain(domains: Ints) -> tuple[int, ...]:
-    """The numbers of these replicas, each in another domain than the one before if possible: [4, 4, 7, 7] -> (0, 2, 1, 3).
+    """The numbers of these replicas, from domain to domain: [4, 4, 7, 7] -> (0, 2, 1, 3).
 
     So a few turns in a row are of all hosts. With PXN, NIC i of each of them sends what they bring to rail i.
     """

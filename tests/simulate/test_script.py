@@ -178,6 +178,7 @@ def test_the_script_of_nccl_is_the_rounds_of_its_executor_where_small_segments_f
 ) -> None:
     """As where ranks have many peers; two are many enough here."""
     monkeypatch.setattr(staging, "_SO_MANY_PEERS", 2)
+    monkeypatch.setattr(staging, "_LEAST_SEGMENT_BYTES", 16)
     case = Case("tiny-deepseek-v3", "tp=2,pp=2,ep=2,dp=2", "tp=2,dp=2")
     plan = on_hosts(case, gpus) if gpus else case.plan()
     found = script(plan, "nccl")

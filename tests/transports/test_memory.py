@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import synthetic
 import torch
-from bench.workloads import WORKLOADS, Case, case_of
+from bench.workloads import MODELS, WORKLOADS, Case, case_of
 from helpers.gloo import connect
 from helpers.nccl_parts import joined_parts
 from helpers.plans import Case as PlanCase
@@ -152,8 +152,8 @@ def scale_tables(case: Case, ranks: list[RankMemory]) -> float:
     ("file", "case", "method", "row"),
     [
         pytest.param(*each, id=f"{each[0]} {each[3]['workload']} {each[3]['method']}", marks=marks)
-        for each in RECORDED
-        for marks in [[] if each[3]["workload"].startswith("dense") else [pytest.mark.long]]
+        for number, each in enumerate(RECORDED)
+        for marks in [[pytest.mark.slow] * (number % 2) + [pytest.mark.long] * (each[1].model != MODELS["dense"])]
     ],
 )
 def test_gpus_held_what_is_counted(

@@ -265,7 +265,7 @@ def recorded(case: Case) -> str:
     ids=str,
 )
 def test_rounds_without_relays_stay(case: Case, digest: str) -> None:
-    """Those of a plan that passes nothing on, as recorded: a change of these needs a new PROTOCOL."""
+    """Those of a plan that passes nothing on, as recorded. If ranks of two releases could differ, PROTOCOL must."""
     assert recorded(case) == digest
 
 

@@ -59,6 +59,7 @@ _MOST_MESSAGES = 16  # that a slot holds at their full size: of 512 MiB, 8 MiB e
 _MOST_OF_MANY = 12  # the same where a rank has many peers: 10.6 MiB each. Rounds then fill evenly with fewer messages
 _SO_MANY_PEERS = 48
 _SEGMENTS_OF_MANY = 16  # of a bucket, at least, if a rank has many peers: transfers of 7 MiB would leave a third empty
+_LEAST_SEGMENT_BYTES = 64 << 10  # where these would be smaller
 _MOST_JOINED = 24  # the same where a slot has what a rank sends and what it receives
 _OF_SHARES = 6  # so many times smaller are messages within a domain beside those of 10.6 MiB: NVLink has them at once
 _MANY_PEERS = 4  # for each stream, from which on a pair keeps to one
@@ -93,7 +94,7 @@ class Division:
     keeps_streams: bool  # whether a pair keeps to one stream
     hops: tuple[HopKind, ...] = ()  # in which replicas send as well
     of_shares: int = 1  # so many times smaller are buckets that they send within their domain
-    segments: int = 1  # that a full bucket has at least
+    segments: int = 1  # that a full bucket has at least, if they are not too small
     pace: int = 0  # buckets of the pair with the most, if others keep time with it
     windows: int = 1
     shared: SharedGpus | None = None  # where members of both sides share GPUs
@@ -140,7 +141,8 @@ class Division:
 
     def segment_bytes_in(self, hop: HopKind) -> int:
         """The largest segment of a transfer in a bucket of a hop."""
-        return _part_of(self.bucket_bytes_in(hop), self.segments)
+        bucket_bytes = self.bucket_bytes_in(hop)
+        return min(bucket_bytes, max(_part_of(bucket_bytes, self.segments), _LEAST_SEGMENT_BYTES))
 
     def with_pace(self, most_buckets: int) -> Division:
         """The division once it is known how many buckets the pair with the most of all ranks has."""
