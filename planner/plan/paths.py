@@ -48,7 +48,7 @@ class Sites:
         """Equal for sites that differ in nothing but numbers: the same ranks are near each other, in the same order."""
         rails = b"" if self.on_rail is None else self.on_rail.tobytes()
         numbers, domains = np.unique(self.dst_domains, return_inverse=True)
-        sources = np.unique(self.src_domains, return_inverse=True)[1]
+        sources = self.src_domains - self.src_domains.min()
         near = _index_of(numbers, self.src_domains)
         if (near < 0).all():  # nor does anybody share a GPU
             return domains.tobytes() + sources.tobytes() + rails
