@@ -188,8 +188,8 @@ def cut(extents: tuple[int, ...], itemsize: int, segment_bytes: int) -> Iterator
 def pack(peers: NDArray[np.integer], nbytes: Ints, bucket_bytes: int, segment_bytes: int) -> tuple[Ints, Ints]:
     """Where segments go: (first segment of each bucket [buckets], byte offset of each segment in its bucket [segments]).
 
-    `peers` [segments] ascend; `nbytes` [segments] are sizes in order, each at most `segment_bytes`. None is
-    fuller than all of its peer would be on average, by more than a segment.
+    `peers` [segments] ascend; `nbytes` [segments] are sizes in order, each at most `segment_bytes`. A bucket is larger than
+    the average of its peer's by a segment at most.
     """
     padded = aligned(nbytes)
     ends = np.cumsum(padded)

@@ -58,9 +58,10 @@ from .rounds import bucket_bytes_within, gloo_window, in_parts, in_rounds
 
 _PLACE = 1 << 40  # bytes between two tensors, where it is counted what executors would do
 _FEW_TRANSFERS = 50_000  # of a plan up to which every rank is counted
+_FAR_SHARES = 10  # Ranks are counted as one if their shares of bytes that cross NICs are alike, in so many steps,
+_ALIKE = 1.02  # and if none of them moves more than this many times the bytes of another.
+
 T = TypeVar("T")
-_FAR_SHARES = 10  # ranks are counted as one where the shares of their bytes that cross NICs are alike: in tenths
-_ALIKE = 1.02  # ranks are counted as one where none of them moves more than this many times the bytes of another
 
 
 @dataclass(frozen=True, slots=True)

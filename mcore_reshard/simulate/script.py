@@ -208,10 +208,7 @@ def _nccl_buckets(
         np.concatenate([end for traffic in hops for end in (traffic.src, traffic.dst)]), minlength=ranks
     )
     division = divide(budget, pairs.tolist(), hops=kinds, members=members, shared=shared)
-    first, *others = (
-        _buckets(traffic, "nccl", division.bucket_bytes_in(traffic.kind), division.segment_bytes_in(traffic.kind))
-        for traffic in hops
-    )
+    first, *others = (_buckets(traffic, "nccl", *division.cut_sizes(traffic.kind)) for traffic in hops)
     for other in others:
         first = first.and_those_of(other)
     return first, division
@@ -224,21 +221,17 @@ def _buckets(traffic: Traffic, kind: Kind, bucket_bytes: int, segment_bytes: int
         nbytes = np.add.reduceat(traffic.shape_bytes[traffic.shape], traffic.first[:-1])
         own = np.arange(len(nbytes) + 1)
         return PairBuckets(*ends, own[:-1], own, nbytes)
+    segment_bytes = segment_bytes or bucket_bytes
     alike, of_pair = _alike(traffic)
     models = traffic.of_pairs(alike)
     pieces = [
-        np.array(
-            [
-                prod(piece.extents) * shape.itemsize
-                for piece in cut(shape.extents, shape.itemsize, segment_bytes or bucket_bytes)
-            ]
-        )
+        np.array([prod(piece.extents) * shape.itemsize for piece in cut(shape.extents, shape.itemsize, segment_bytes)])
         for shape in traffic.shapes
     ]
     transfer, piece = expand(models.shape.astype(np.int64), np.array([*map(len, pieces)], np.int64))
     pair = np.repeat(np.arange(len(alike)), np.diff(models.first))[transfer]
     nbytes = np.concatenate(pieces).astype(np.int64)[piece]
-    starts, offsets = pack(pair, nbytes, bucket_bytes, segment_bytes or bucket_bytes)
+    starts, offsets = pack(pair, nbytes, bucket_bytes, segment_bytes)
     last = np.append(starts[1:], len(nbytes)) - 1
     first = np.searchsorted(pair[starts], np.arange(len(alike) + 1))
     return PairBuckets(*ends, of_pair, first, offsets[last] + nbytes[last])

@@ -154,10 +154,13 @@ class Turns:
 
 
 def _mixed(row: Ints, sizes: Ints, facing: Turns) -> Ints:
-    """The numbers of turns that meet all those at the other end of their legs. In step, some would never meet:
+    """Numbers of turns by which each source meets every end of its legs. In step, it would meet a few of them only:
 
-    source of four, of legs 0 to 7        0 1 2 3  0 1 2 3        mixed    0 1 2 3  1 2 3 0
-    end of four                           0 1 2 3  0 1 2 3                 0 1 2 3  0 1 2 3
+        ends of legs 0 to 7     0 1 2 3  0 1 2 3
+        sources, in step        0 1 2 3  0 1 2 3
+        sources, mixed          0 1 2 3  1 2 3 0
+
+    Turns count on from one row of ends to the next. After each common cycle they skip a number.
     """
     order = np.argsort(facing.row, kind="stable")
     number = np.empty_like(row)

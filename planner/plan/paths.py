@@ -48,7 +48,7 @@ class Sites:
         """Equal for sites that differ in nothing but numbers: the same ranks are near each other, in the same order."""
         rails = b"" if self.on_rail is None else self.on_rail.tobytes()
         numbers, domains = np.unique(self.dst_domains, return_inverse=True)
-        sources = self.src_domains - self.src_domains.min()
+        sources = self.src_domains - self.src_domains.min()  # gaps between numbers make another key: no harm, and fast
         near = _index_of(numbers, self.src_domains)
         if (near < 0).all():  # nor does anybody share a GPU
             return domains.tobytes() + sources.tobytes() + rails
@@ -100,7 +100,7 @@ class Paths:
     sites: Sites
     relay: bool  # each overlap leaves the trainer once
     share: bool  # each overlap enters an NVLink domain once
-    even_waves: bool = False
+    even_waves: bool  # waves of a relay are equally large
     _kept: dict[tuple[int, ...], Ints] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property

@@ -56,7 +56,7 @@ def test_scales_of_elements() -> None:
 
 
 @pytest.mark.parametrize(("bucket_bytes", "segment_bytes"), [(64, None), (4096, None), (4096, 256), (1 << 20, None)])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(4))
 def test_what_arrives_is_what_torch_casts(seed: int, bucket_bytes: int, segment_bytes: int | None) -> None:
     worlds = (2, 2)
     transfers = transfers_with_casts(np.random.default_rng(seed), worlds)

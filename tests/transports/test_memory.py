@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import synthetic
 import torch
-from bench.workloads import MODELS, WORKLOADS, Case, case_of
+from bench.workloads import WORKLOADS, Case, case_of
 from helpers.gloo import connect
 from helpers.nccl_parts import joined_parts
 from helpers.plans import Case as PlanCase
@@ -148,12 +148,18 @@ def scale_tables(case: Case, ranks: list[RankMemory]) -> float:
     return max(rank.scales for rank in ranks) / 4 * 32 / 1e6
 
 
+def marks_of(number: int, row: dict[str, Any]) -> list[pytest.MarkDecorator]:
+    """Every second row runs at night alone; those of the large model take long."""
+    if number % 2:
+        return [pytest.mark.slow]
+    return [] if row["workload"].startswith("dense") else [pytest.mark.long]
+
+
 @pytest.mark.parametrize(
     ("file", "case", "method", "row"),
     [
-        pytest.param(*each, id=f"{each[0]} {each[3]['workload']} {each[3]['method']}", marks=marks)
+        pytest.param(*each, id=f"{each[0]} {each[3]['workload']} {each[3]['method']}", marks=marks_of(number, each[3]))
         for number, each in enumerate(RECORDED)
-        for marks in [[pytest.mark.slow] * (number % 2) + [pytest.mark.long] * (each[1].model != MODELS["dense"])]
     ],
 )
 def test_gpus_held_what_is_counted(

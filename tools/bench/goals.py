@@ -100,8 +100,7 @@ def mutual_reads(row: Row, links: Sequence[Row]) -> Verdict:
 
     `row` is of two ranks of both sides on two GPUs, `links` the rows of tools/bench_links.py.
     """
-    link = next(each for each in links if each["pattern"] == "two read each other")
-    best = max(link[way] for way in ("copy_engine", "pull", "push_by_tile"))
+    best = _best(links, "two read each other")
     share = row["gb_per_receiver"] / 2 / row["ms"] * 1e3 / best
     figure, goal = "direct, colocated, half of the bytes on the own GPU", ">= 0.95 of the best way of mutual reads"
     return Verdict(figure, goal, f"{share:.3f} of {best} GB/s", share >= 0.95)
@@ -109,11 +108,16 @@ def mutual_reads(row: Row, links: Sequence[Row]) -> Verdict:
 
 def one_to_three(row: Row, links: Sequence[Row]) -> Verdict:
     """Three replicas that read each other and their trainer, against GPUs that do so. Arguments as in `mutual_reads`."""
-    link = next(each for each in links if each["pattern"] == "three read each other and a fourth")
-    best = max(link[way] for way in ("copy_engine", "pull", "pull_by_tile"))
+    best = _best(links, "three read each other and a fourth")
     share = row["gb_per_s_per_receiver"] / best
     figure, goal = f"{row['method']}, one trainer, three replicas", ">= 0.95 of GPUs that read each other and a fourth"
     return Verdict(figure, goal, f"{share:.3f} of {best} GB/s", share >= 0.95)
+
+
+def _best(links: Sequence[Row], pattern: str) -> int:
+    """GB/s of the best way by which GPUs read in a pattern."""
+    (link,) = (each for each in links if each["pattern"] == pattern)
+    return max(link[way] for way in ("copy_engine", "pull", "pull_by_tile", "push_by_tile") if way in link)
 
 
 def one_gpu(rows: Sequence[Row]) -> Verdict:

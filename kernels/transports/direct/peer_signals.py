@@ -44,9 +44,8 @@ class PeerSignals:
         # A group of its own: a buffer posted in the session's would get the next message of any kind.
         self._group = connect_group(FailFastStore("words", store), bound.schedule, timeout_s)
         self._posted: dict[int, tuple[torch.Tensor, GlooMessage | PeerLostError]] = {}
-        self._unawaited: dict[
-            int, GlooMessage
-        ] = {}  # dropped once they have come: gloo sends none whose handle is gone
+        # Last signals. Handles are kept until these have come: gloo sends no message whose handle is gone.
+        self._unawaited: dict[int, GlooMessage] = {}
         self._listen(self.peers)
 
     @property

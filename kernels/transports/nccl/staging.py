@@ -56,12 +56,14 @@ from .shared_gpus import SharedGpus
 
 DIGEST_BYTES = 16  # after each bucket, where buckets are checked
 _MOST_MESSAGES = 16  # that a slot holds at their full size: of 512 MiB, 8 MiB each
-_MOST_OF_MANY = 12  # the same where a rank has many peers: 10.6 MiB each. Rounds then fill evenly with fewer messages
-_SO_MANY_PEERS = 48
-_SEGMENTS_OF_MANY = 16  # of a bucket, at least, if a rank has many peers: transfers of 7 MiB would leave a third empty
-_LEAST_SEGMENT_BYTES = 64 << 10  # where these would be smaller
+_MOST_OF_MANY = 12  # the same where a rank has many peers: 10.7 MiB each. Rounds then fill evenly with fewer messages
 _MOST_JOINED = 24  # the same where a slot has what a rank sends and what it receives
-_OF_SHARES = 6  # so many times smaller are messages within a domain beside those of 10.6 MiB: NVLink has them at once
+_SO_MANY_PEERS = 48
+_OF_SHARES = 6  # Messages within a domain are so many times smaller than those of 10.7 MiB: NVLink has them at once.
+_SEGMENTS_OF_MANY = (
+    16  # A full message between many has so many segments: whole transfers of 7 MiB would fill two thirds.
+)
+_LEAST_SEGMENT_BYTES = 64 << 10  # If scratch is small, segments would take more copies than they are worth.
 _MANY_PEERS = 4  # for each stream, from which on a pair keeps to one
 _MOST_OF_A_PAIR = 8  # of its buckets in a window, where pairs keep to a stream
 _GROWTH, _GROWTHS = 1.1, 88  # the numbers of windows that are tried
@@ -94,7 +96,7 @@ class Division:
     keeps_streams: bool  # whether a pair keeps to one stream
     hops: tuple[HopKind, ...] = ()  # in which replicas send as well
     of_shares: int = 1  # so many times smaller are buckets that they send within their domain
-    segments: int = 1  # that a full bucket has at least, if they are not too small
+    segments: int = 1  # of a full bucket; fewer where they would be too small
     pace: int = 0  # buckets of the pair with the most, if others keep time with it
     windows: int = 1
     shared: SharedGpus | None = None  # where members of both sides share GPUs
@@ -135,14 +137,11 @@ class Division:
         own = _stream_of_pair(turn, streams) if self.keeps_streams else window % streams
         return own if self.shared is None else self.shared.stream_of(communicator, own, streams)
 
-    def bucket_bytes_in(self, hop: HopKind) -> int:
-        """The largest bucket of a hop."""
-        return _part_of(self.bucket_bytes, self.of_shares if hop == "share" else 1)
-
-    def segment_bytes_in(self, hop: HopKind) -> int:
-        """The largest segment of a transfer in a bucket of a hop."""
-        bucket_bytes = self.bucket_bytes_in(hop)
-        return min(bucket_bytes, max(_part_of(bucket_bytes, self.segments), _LEAST_SEGMENT_BYTES))
+    def cut_sizes(self, hop: HopKind) -> tuple[int, int]:
+        """Bytes of the largest bucket of a hop, and of the largest segment in it."""
+        bucket_bytes = _part_of(self.bucket_bytes, self.of_shares if hop == "share" else 1)
+        segment_bytes = max(_part_of(bucket_bytes, self.segments), _LEAST_SEGMENT_BYTES)
+        return bucket_bytes, min(bucket_bytes, segment_bytes)
 
     def with_pace(self, most_buckets: int) -> Division:
         """The division once it is known how many buckets the pair with the most of all ranks has."""
@@ -173,11 +172,7 @@ class HopEnd:
         return [
             cls(
                 schedule,
-                cut_buckets(
-                    schedule,
-                    division.bucket_bytes_in(schedule.hop_kind),
-                    division.segment_bytes_in(schedule.hop_kind),
-                ),
+                cut_buckets(schedule, *division.cut_sizes(schedule.hop_kind)),
                 number > 0,
                 train_ranks if number or schedule.world == "gen" else 0,
                 train_ranks if number or schedule.world == "train" else 0,
@@ -337,15 +332,14 @@ def divide(
         DIGEST_BYTES if budget.checksums else 0,
     )
     keeps_streams = min(counts) >= _MANY_PEERS * budget.streams or (shared is not None and shared.digits > 1)
-    of_shares = _OF_SHARES if hops and not is_joined else 1
     return Division(
         bucket_bytes,
         budget,
         members,
         keeps_streams and not hops,
         tuple(sorted(hops)),
-        of_shares,
-        _SEGMENTS_OF_MANY if has_many and not is_joined else 1,
+        of_shares=_OF_SHARES if hops and not is_joined else 1,
+        segments=_SEGMENTS_OF_MANY if has_many and not is_joined else 1,
         shared=shared,
     )
 
