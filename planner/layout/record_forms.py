@@ -35,6 +35,7 @@ class RecordForm:
         self.build, self.columns, self.is_row = build, columns, is_row
         self.forms, self.read = tuple(columns.values()), attrgetter(*columns)
         self.nested = [index for index, form in enumerate(self.forms) if form not in (*_NAMES, SIZES)]
+        self.is_flat = is_row and not self.nested
 
 
 def encode(value: Any, form: Any, numbers: dict[LocalTensor, int]) -> Any:
@@ -45,6 +46,8 @@ def encode(value: Any, form: Any, numbers: dict[LocalTensor, int]) -> Any:
             row[index] = encode(row[index], form.forms[index], numbers)
         return row if form.is_row else dict(zip(form.columns, row, strict=True))
     if isinstance(form, list) and form != SIZES:
+        if isinstance(form[0], RecordForm) and form[0].is_flat:
+            return [list(row) for row in map(form[0].read, value)]
         return [encode(item, form[0], numbers) for item in value]
     if isinstance(form, tuple):
         return [encode(item, of_one, numbers) for item, of_one in zip(value, form, strict=True)]

@@ -24,8 +24,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import lcm
-from typing import NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -168,26 +168,48 @@ def _mixed(row: Ints, sizes: Ints, facing: Turns) -> Ints:
     return np.asarray(number + number // np.lcm(sizes[row], facing.sizes[facing.row]))
 
 
-def rolled(nbytes: Ints, sizes: Ints, first: int) -> Ints:
-    """`nbytes` [waves, rows, widest], which are those for 0, if `first` of each row's replicas begins."""
+def rolled(nbytes: Ints, sizes: Ints, first: Numbers) -> Ints:
+    """`nbytes` [waves, rows, widest], which are those for 0, if `first` of each row's replicas begins.
+
+    Several `first` are those of as many waves, or of a single one.
+    """
     width = nbytes.shape[-1]
-    if first == 0 or width == 1:
-        return nbytes
+    if width == 1:
+        return np.repeat(nbytes, np.size(first), axis=0)
     place = np.arange(width)
-    if (sizes == width).all():
-        return nbytes[..., (place - first) % width]
-    turned: Ints = np.take_along_axis(nbytes, ((place - first) % sizes[:, None])[None], axis=-1)
+    turned: Ints = np.take_along_axis(nbytes, (place - np.reshape(first, (-1, 1, 1))) % sizes[:, None], axis=-1)
     return np.where(place < sizes[:, None], turned, 0)
 
 
-class Share(NamedTuple):
-    """What one transfer group has to distribute."""
+@dataclass(frozen=True, eq=False)
+class Share:
+    """What one transfer group has to distribute. Those that have the same to distribute over the same ranks are one."""
 
     ranks: NDArray[np.int32]  # [rows, widest]
     sizes: Ints  # [rows]
     cost: Ints  # [waves, rows, widest], if `first` is 0
     members: int
     alike: Hashable  # shares with equal ones have the same rows of ranks
+
+    @cached_property
+    def total(self) -> int:
+        return int(self.cost.sum())
+
+    @cached_property
+    def is_used(self) -> NDArray[np.bool_]:
+        """[rows, widest]: False where a shorter row repeats its first."""
+        return np.asarray(np.arange(self.cost.shape[-1]) < self.sizes[:, None])
+
+    @cached_property
+    def is_even(self) -> bool:
+        """Whether all replicas of a row serve equally much in each wave, whichever begins."""
+        return not ((self.cost != self.cost[..., :1]) & self.is_used).any()
+
+    @cached_property
+    def places(self) -> Ints:
+        """[waves, rows, widest]: of what each replica bears in each wave, in the loads [ranks * waves] of all ranks."""
+        waves = len(self.cost)
+        return np.asarray(self.ranks.astype(np.int64) * waves + np.arange(waves)[:, None, None])
 
 
 def first_replicas(shares: Sequence[Share], world: int) -> list[int]:
@@ -198,18 +220,19 @@ def first_replicas(shares: Sequence[Share], world: int) -> list[int]:
     replicas serve the embedding's halves; the same two serve the output layer's halves, the other way round.
     """
     waves = len(shares[0].cost) if shares else 1
-    load = np.zeros((waves, world), dtype=np.int64)
+    load = np.zeros(world * waves, dtype=np.int64)
     firsts = [0] * len(shares)
     members_before: dict[Hashable, int] = {}
-    for index in sorted(range(len(shares)), key=lambda i: (-int(shares[i].cost.sum()), i)):
-        ranks, sizes, cost, members, alike = shares[index]
-        is_used = np.arange(cost.shape[-1]) < sizes[:, None]
-        if ((cost != cost[..., :1]) & is_used).any():
-            firsts[index] = _least_busy_first(np.where(is_used, load[:, ranks], 0), sizes, cost)
+    for index in sorted(range(len(shares)), key=lambda i: (-shares[i].total, i)):
+        share = shares[index]
+        cost = share.cost
+        if share.is_even:
+            firsts[index] = members_before.get(share.alike, 0) % cost.shape[-1]
+            members_before[share.alike] = firsts[index] + share.members
         else:
-            firsts[index] = members_before.get(alike, 0) % cost.shape[-1]
-            members_before[alike] = firsts[index] + members
-        np.add.at(load, (np.arange(waves)[:, None, None], ranks), rolled(cost, sizes, firsts[index]))
+            firsts[index] = _least_busy_first(np.where(share.is_used, load[share.places], 0), share.sizes, cost)
+            cost = rolled(cost, share.sizes, firsts[index])
+        np.add.at(load, share.places.reshape(-1), cost.reshape(-1))
     return firsts
 
 

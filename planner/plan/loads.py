@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .balance import Ints, rolled
 from .paths import LINKS, NIC
@@ -27,21 +28,30 @@ def loads_of(plan: Plan) -> Loads:
     """The loads of a plan, from its turns alone."""
     sent = np.zeros((len(LINKS), plan.train.world), np.int64)
     received, passed_on = np.zeros((2, len(LINKS), plan.gen.world), np.int64)
-    for transfers in plan.transfer_groups:
-        paths, nbytes = plan.paths(transfers), plan.patterns[transfers.pattern].overlap_bytes
-        src, dst = plan.rank_grids[transfers.src], plan.rank_grids[transfers.dst]
-        for load, turns, grid, count, first in (
-            (sent, paths.pulls, src, paths.pulled_bytes, transfers.first_src_replica),
-            (received, paths.landings, dst, paths.landed_bytes, transfers.first_dst_replica),
+    for alike in plan.alike:
+        paths, members = alike.paths, alike.members
+        src, dst, first_src, first_dst = np.array(
+            [(each.src, each.dst, each.first_src_replica, each.first_dst_replica) for each in alike.transfer_groups]
+        ).T
+        for load, turns, grids, firsts, moved in (
+            (sent, paths.pulls, src, first_src, paths.pulled_bytes(members, 1)),
+            (received, paths.landings, dst, first_dst, paths.landed_bytes(members, 1)),
         ):
-            (moved,) = rolled(count(transfers.members, nbytes, 1), turns.sizes, first)
-            np.add.at(load, (turns.links[:, None], turns.ranks(grid)), moved)
-        if paths.passes_on:
-            passed = paths.passed_bytes(transfers.members, transfers.first_dst_replica, nbytes)
-            for link in LINKS:
-                np.add.at(passed_on[link], dst, passed[0, link])
-                np.add.at(received[link], dst, passed[1, link])
+            ranks = np.stack([turns.ranks(plan.rank_grids[grid]) for grid in grids.tolist()])
+            _add(load, turns.links[:, None], ranks, rolled(moved, turns.sizes, firsts))
+        for first in np.unique(first_dst % paths.period).tolist() if paths.passes_on else ():
+            passed = paths.passed_bytes(members, first)
+            grids = dst[first_dst % paths.period == first].tolist()
+            links, ranks = np.arange(len(LINKS))[:, None, None], np.stack([plan.rank_grids[grid] for grid in grids])
+            _add(passed_on, links, ranks[:, None], passed[0])
+            _add(received, links, ranks[:, None], passed[1])
     return Loads(sent, received, passed_on)
+
+
+def _add(load: Ints, links: Ints, ranks: NDArray[np.int32], nbytes: Ints) -> None:
+    """Add to `load` [links, ranks]; the others broadcast against each other."""
+    where, added = np.broadcast_arrays(links * load.shape[1] + ranks, nbytes)
+    np.add.at(load.reshape(-1), where.reshape(-1), added.reshape(-1))
 
 
 def busy_seconds(plan: Plan) -> list[float]:

@@ -33,5 +33,4 @@ def located(plan: Plan, topology: Topology | None) -> Plan:
         for index, transfers in kept.items()
         if index in plan.scale_patterns
     }
-    unbalanced = [replace(transfers, first_src_replica=0, first_dst_replica=0) for transfers in kept.values()]
-    return balance_plan(blank, unbalanced, scale_patterns)
+    return balance_plan(blank, [*kept.values()], scale_patterns)

@@ -174,12 +174,13 @@ class _Planner:
         return balance_plan(plan, transfer_groups, self._scales)
 
     def _transfer_groups(
-        self, group: int, source: Iterable[PartitionOwners], destination: Iterable[PartitionOwners], largest: int
+        self, group: int, source: Collection[PartitionOwners], destination: Collection[PartitionOwners], largest: int
     ) -> Iterable[TransferGroup]:
         """The transfer groups of a group. Its overlaps have at most `largest` bytes, unless they are of experts."""
         by_stage: dict[int, list[PartitionOwners]] = {}
         for dst in sorted(destination, key=lambda owners: owners.experts):
             by_stage.setdefault(dst.pp_stage, []).append(dst)
+        layers_of = {id(dst): {place.layer for place in dst.layers} for dst in destination}
         for src in source:
             for owner_sets in by_stage.values():
                 first, last = 0, len(owner_sets)
@@ -187,8 +188,7 @@ class _Planner:
                     first = bisect_right(owner_sets, src.experts[0], key=lambda dst: dst.experts[1])
                     last = bisect_left(owner_sets, src.experts[1], key=lambda dst: dst.experts[0])
                 for dst in owner_sets[first:last]:
-                    layers_of_dst = {place.layer for place in dst.layers}
-                    if layers := tuple(place for place in src.layers if place.layer in layers_of_dst):
+                    if layers := tuple(place for place in src.layers if place.layer in layers_of[id(dst)]):
                         experts = max(src.experts[0], dst.experts[0]), min(src.experts[1], dst.experts[1])
                         most = _LARGEST_OF_EXPERTS if src.experts[1] else largest
                         pattern = self._pattern_index(src.partition, dst.partition, most)
@@ -234,12 +234,12 @@ class _Planner:
 def balance_plan(plan: Plan, transfer_groups: list[TransferGroup], scales: Mapping[tuple[int, int], int]) -> Plan:
     """The plan with these transfer groups, sources balanced, and its digest. Replicas pass on where that pays.
 
-    `transfer_groups` are in the plan's order, without the scales of pairs, and nothing in them is balanced yet. `scales`
-    has the pattern of a pair's scales by (group, pattern) of its weight.
+    `transfer_groups` are in the plan's order, without the scales of pairs. `scales` has the pattern of a pair's scales by
+    (group, pattern) of its weight.
     """
-    plan = _balanced(replace(plan, relay=False), transfer_groups, scales)
+    plan = _balanced(plan, transfer_groups, scales, relay=False)
     if _may_gain_by_relaying(plan):
-        relayed = _balanced(replace(plan, relay=True), transfer_groups, scales)
+        relayed = _balanced(plan, transfer_groups, scales, relay=True)
         distinctly = _DISTINCTLY if relayed.waves > 1 else _DISTINCTLY_IN_ONE_WAVE
         plan = relayed if busiest_link(relayed) < distinctly * busiest_link(plan) else plan
     object.__setattr__(plan, "digest", digest_of(plan))
@@ -254,32 +254,43 @@ def _may_gain_by_relaying(plan: Plan) -> bool:
     return any(into.max(initial=0) < _DISTINCTLY * out.max(initial=0) for into, out in ways)
 
 
-def _balanced(plan: Plan, transfer_groups: list[TransferGroup], scales: Mapping[tuple[int, int], int]) -> Plan:
+def _balanced(
+    plan: Plan, transfer_groups: list[TransferGroup], scales: Mapping[tuple[int, int], int], *, relay: bool
+) -> Plan:
     """The plan with these transfer groups. Their turns even out what ranks send, and what enters by which NIC."""
+    plan = plan.turned(_with_scales(transfer_groups, scales), relay=relay)
     machine = None if plan.topology is None else plan.topology.machine
     nic_cost = 1 if machine is None else max(1, round(machine.nvlink / machine.nic))
     cost_of_link = np.array([0 if link == OWN_GPU else nic_cost if link == NIC else 1 for link in LINKS], np.int64)
     sending: list[Share] = []
     landing: list[Share] = []
-    passes_on = any(plan.paths(transfers).passes_on for transfers in transfer_groups)
-    waves = replace(plan, transfer_groups=_with_scales(transfer_groups, scales)).waves if plan.spans_hosts else 1
+    passes_on = any(alike.paths.passes_on for alike in plan.alike)
+    waves = plan.waves if plan.spans_hosts else 1
+    kept: dict[tuple[int, int, int], Share] = {}
     for transfers in transfer_groups:
-        paths, nbytes = plan.paths(transfers), plan.patterns[transfers.pattern].overlap_bytes
+        paths, members = plan.paths(transfers), transfers.members
         ends = [(sending, paths.pulls, transfers.src, paths.pulled_bytes)]
         if passes_on:
             ends.append((landing, paths.landings, transfers.dst, paths.landed_bytes))
-        for costs, turns, grid, count in ends:
-            cost = count(transfers.members, nbytes, waves) * cost_of_link[turns.links][:, None]
-            ranks = turns.ranks(plan.rank_grids[grid])
-            costs.append(Share(ranks, turns.sizes, cost, transfers.members, grid))
+        for shares, turns, grid, count in ends:
+            key = id(turns), members, grid
+            if key not in kept:
+                cost = count(members, waves) * cost_of_link[turns.links][:, None]
+                kept[key] = Share(turns.ranks(plan.rank_grids[grid]), turns.sizes, cost, members, grid)
+            shares.append(kept[key])
     firsts = zip(
         transfer_groups,
         first_replicas(sending, plan.train.world),
         first_replicas(landing, plan.gen.world) if passes_on else [0] * len(transfer_groups),
         strict=True,
     )
-    turned = [replace(each, first_src_replica=src, first_dst_replica=dst) for each, src, dst in firsts]
-    return replace(plan, transfer_groups=_with_scales(turned, scales))
+    turned = [
+        each
+        if (src, dst) == (each.first_src_replica, each.first_dst_replica)
+        else replace(each, first_src_replica=src, first_dst_replica=dst)
+        for each, src, dst in firsts
+    ]
+    return plan.turned(_with_scales(turned, scales), relay=relay)
 
 
 def _with_scales(

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from math import lcm
 from typing import Literal
 
@@ -68,6 +69,14 @@ def _index_of(known: Ints, numbers: Ints) -> Ints:
     """Where each number is in `known`, which ascends; -1 where it is not."""
     index = np.minimum(np.searchsorted(known, numbers), len(known) - 1)
     return np.where(known[index] == numbers, index, -1)
+
+
+def _by_number(numbers: Ints) -> dict[int, list[int]]:
+    """The replicas of each GPU or domain: [4, 4, 7] -> {4: [0, 1], 7: [2]}."""
+    replicas: dict[int, list[int]] = {}
+    for replica, number in enumerate(numbers.tolist()):
+        replicas.setdefault(number, []).append(replica)
+    return replicas
 
 
 def _from_domain_to_domain(domains: Ints) -> tuple[int, ...]:
@@ -189,14 +198,15 @@ class Paths:
         """Who sends and who receives, of each leg from the trainer of an overlap of these parts."""
         sites = self.sites
         legs: list[tuple[Row, Row]] = []
+        on_gpu, in_domain = _by_number(sites.src_gpus[src_part]), _by_number(sites.src_domains[src_part])
         far: dict[int, list[int]] = {}  # replicas that one leg leads to, by domain
         beside: dict[int, tuple[list[int], list[int]]] = {}  # training replicas, and replicas of their domain
         places = zip(sites.dst_gpus[dst_part].tolist(), sites.dst_domains[dst_part].tolist(), strict=True)
         for replica, (gpu, domain) in enumerate(places):
             cell = domain if self.share else ~replica
-            if own := np.flatnonzero(sites.src_gpus[src_part] == gpu).tolist():
+            if own := on_gpu.get(gpu):
                 legs.append((Row(src_part, tuple(own), OWN_GPU), Row(dst_part, (replica,), OWN_GPU)))
-            elif near := np.flatnonzero(sites.src_domains[src_part] == domain).tolist():
+            elif near := in_domain.get(domain):
                 beside.setdefault(cell if self.relay else ~replica, (near, []))[1].append(replica)
             else:
                 far.setdefault(cell, []).append(replica)
@@ -225,17 +235,19 @@ class Paths:
     @cached_property
     def _mates(self) -> tuple[Ints, Ints, Ints]:
         """What is passed on within domains, as (leg of the first hop, cell or -1, replica that it is passed on to)."""
-        legs: list[tuple[int, int, int]] = []
+        legs: list[tuple[int, int, tuple[int, ...]]] = []  # the last: everyone that the leg is passed on to
         leg_of, cells = self._cells
         for number, leg_to_all in enumerate(leg_of.tolist()):
-            replicas = cells.rows[cells.row[number]].replicas
-            legs += [(leg_to_all, number, replica) for replica in replicas if len(replicas) > 1]
+            legs.append((leg_to_all, number, cells.rows[cells.row[number]].replicas))
         for leg, number in enumerate(self.landings.row.tolist()):
             row = self.landings.rows[number]
-            if len(row.reached) > 1 and not (self.relay and row.link == NIC):
-                legs += [(leg, -1, replica) for replica in row.reached]
-        columns = np.array(legs if self.share else [], np.int64).reshape(-1, 3).T.copy()
-        return columns[0], columns[1], columns[2]
+            if not (self.relay and row.link == NIC):
+                legs.append((leg, -1, row.reached))
+        legs = [each for each in legs if len(each[2]) > 1] if self.share else []
+        counts = [len(replicas) for *_, replicas in legs]
+        ends = np.array([each[:2] for each in legs], np.int64).reshape(-1, 2).repeat(counts, axis=0)
+        mates = np.fromiter(chain.from_iterable(replicas for *_, replicas in legs), np.int64, len(ends))
+        return ends[:, 0].copy(), ends[:, 1].copy(), mates
 
     def _cell_of(self, part: Ints | int, replica: Ints | int) -> Ints:
         """A number that the replicas share that one of them passes on to: that of the domain, if it does."""
@@ -315,18 +327,18 @@ class Paths:
         root, lander = self.landings.replica(first_dst, member, leg_of[cell]), cells.replica(first_dst, member, cell)
         return np.where(self._cell_of(part, root) == self._cell_of(part, lander), root, lander)
 
-    def pulled_bytes(self, members: int, overlap_bytes: Ints, waves: int) -> Ints:
+    def pulled_bytes(self, members: int, waves: int) -> Ints:
         """Bytes that each replica of a row of `pulls` sends if the first one begins, as [waves, rows, widest]."""
-        return self._keep((0, members, waves), lambda: self._moved_bytes(self.pulls, members, overlap_bytes, waves))
+        return self._keep((0, members, waves), lambda: self._moved_bytes(self.pulls, members, waves))
 
-    def landed_bytes(self, members: int, overlap_bytes: Ints, waves: int) -> Ints:
+    def landed_bytes(self, members: int, waves: int) -> Ints:
         """Bytes that each replica of a row of `landings` gets from the trainer if the first one begins; in the same form."""
-        return self._keep((1, members, waves), lambda: self._moved_bytes(self.landings, members, overlap_bytes, waves))
+        return self._keep((1, members, waves), lambda: self._moved_bytes(self.landings, members, waves))
 
-    def _moved_bytes(self, turns: Turns, members: int, overlap_bytes: Ints, waves: int) -> Ints:
-        return turns.nbytes(self.waves(members, waves), waves, self.pulled, overlap_bytes)
+    def _moved_bytes(self, turns: Turns, members: int, waves: int) -> Ints:
+        return turns.nbytes(self.waves(members, waves), waves, self.pulled, self.overlap_bytes)
 
-    def passed_bytes(self, members: int, first_dst: int, overlap_bytes: Ints) -> Ints:
+    def passed_bytes(self, members: int, first_dst: int) -> Ints:
         """Bytes that replicas pass on, as [2, links, parts, replicas]: what each sends, and what it gets from others."""
         period = self.period
 
@@ -335,7 +347,7 @@ class Paths:
             member = np.arange(min(period, members))
             repeats = members // len(member) + (member < members % len(member))
             for hop in self.later_hops(first_dst, member):
-                nbytes = np.where(hop.runs, repeats[:, None] * overlap_bytes[hop.overlap], 0)
+                nbytes = np.where(hop.runs, repeats[:, None] * self.overlap_bytes[hop.overlap], 0)
                 for end, replica in enumerate((hop.src, hop.dst)):
                     np.add.at(passed[end], (hop.link, self.dst_parts[hop.overlap], replica), nbytes)
             return passed

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -141,6 +141,15 @@ class TransferGroup:
 def _tensor_name(tensor: LocalTensor, world: World, place: LayerPlace, slot: int) -> str:
     vp, layer = (place.vp_stage, place.local) if world == "train" else (0, place.layer)
     return fill(tensor.name, vp=vp, layer=layer, expert=slot)
+
+
+@dataclass(frozen=True, slots=True)
+class AlikeTransfers:
+    """Transfer groups with the same paths and as many members. They differ in ranks, and in which replicas begin."""
+
+    paths: Paths
+    members: int
+    transfer_groups: list[TransferGroup]
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,11 +288,22 @@ class Plan:
         return self.rank_grids[transfers.dst].shape[1]
 
     @cached_property
+    def alike(self) -> tuple[AlikeTransfers, ...]:
+        """The transfer groups by paths and number of members, for what depends on nothing else of them."""
+        found: dict[tuple[int, int], AlikeTransfers] = {}
+        for transfers in self.transfer_groups:
+            paths = self.paths(transfers)
+            key = id(paths), transfers.members
+            if key not in found:
+                found[key] = AlikeTransfers(paths, transfers.members, [])
+            found[key].transfer_groups.append(transfers)
+        return tuple(found.values())
+
+    @cached_property
     def later_hops(self) -> tuple[HopKind, ...]:
         """The hops among generation ranks, in order."""
-        all_paths = {id(paths): paths for paths in map(self.paths, self.transfer_groups)}.values()
-        relays = any(paths.relays for paths in all_paths)
-        shares = any(paths.shares for paths in all_paths)
+        relays = any(alike.paths.relays for alike in self.alike)
+        shares = any(alike.paths.shares for alike in self.alike)
         return (*(("relay",) if relays else ()), *(("share",) if shares else ()))
 
     @cached_property
@@ -294,13 +314,14 @@ class Plan:
         if not self.spans_hosts:
             return _WAVES
         passed_on = received = landings = far = turns = 0
-        for transfers in self.transfer_groups:
-            paths, nbytes = self.paths(transfers), transfers.members * self.patterns[transfers.pattern].overlap_bytes
+        for alike in self.alike:
+            paths, members = alike.paths, alike.members * len(alike.transfer_groups)
+            nbytes = members * paths.overlap_bytes
             passed_on += int((nbytes * paths.passed_on).sum())
-            received += int(nbytes.sum()) * self.dst_replicas(transfers)
+            received += int(nbytes.sum()) * paths.sites.dst_gpus.shape[1]
             by_nic = paths.pulls.links[paths.pulls.row] == NIC
             far_bytes = nbytes[paths.pulled[by_nic]]
-            landings += transfers.members * len(far_bytes)
+            landings += members * len(far_bytes)
             far += int(far_bytes.sum())
             turns += int((far_bytes * paths.landings.sizes[paths.landings.row[by_nic]]).sum())
         return waves_for(passed_on, received, landings // self.gen.world, turns // max(1, far))
@@ -311,15 +332,35 @@ class Plan:
         domains = [self.topology.domains(world) for world in ("train", "gen")] if self.topology else []
         return len({domain for of_world in domains for domain in of_world.tolist()}) > 1
 
+    def turned(self, transfer_groups: Sequence[TransferGroup], *, relay: bool) -> Plan:
+        """The plan with other turns: these transfer groups of the same patterns and ranks. Where those are stays known."""
+        plan = replace(self, transfer_groups=tuple(transfer_groups), relay=relay)
+        plan._sites.update(self._sites)
+        if relay == self.relay:
+            plan._paths.update(self._paths)
+        return plan
+
     @cached_property
     def _sites(self) -> dict[tuple[int, int], tuple[Sites, bytes]]:
         return {}
 
+    @cached_property
+    def _paths(self) -> dict[tuple[int, int, int], Paths]:
+        return {}
+
     def paths(self, transfers: TransferGroup) -> Paths:
         """How the overlaps of a transfer group reach every replica."""
-        ends = transfers.src, transfers.dst
+        key = transfers.pattern, transfers.src, transfers.dst
+        if key not in self._paths:
+            passes_on = (False, False) if self.straight else (self.relay, self.topology is not None)
+            sites = self._sites_of((transfers.src, transfers.dst))
+            self._paths[key] = self.patterns[transfers.pattern].paths(*sites, *passes_on, not self.spans_hosts)
+        return self._paths[key]
+
+    def _sites_of(self, ends: tuple[int, int]) -> tuple[Sites, bytes]:
+        """Where the ranks of a source's and a destination's rank grid are, and the key of that."""
         if ends not in self._sites:
-            src, dst = self.rank_grids[transfers.src], self.rank_grids[transfers.dst]
+            src, dst = (self.rank_grids[end] for end in ends)
             if self.topology is None:
                 self._sites[ends] = Sites.apart(src.shape, dst.shape), b""
             else:
@@ -327,8 +368,7 @@ class Plan:
                 domains = src_domains[src], dst_domains[dst]
                 sites = Sites(src_gpus[src], domains[0], dst_gpus[dst], domains[1], self._on_rail(src, dst))
                 self._sites[ends] = sites, sites.key
-        passes_on = (False, False) if self.straight else (self.relay, self.topology is not None)
-        return self.patterns[transfers.pattern].paths(*self._sites[ends], *passes_on, not self.spans_hosts)
+        return self._sites[ends]
 
     def first_hop(
         self,
