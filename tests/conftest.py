@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import tempfile
+from collections import Counter
 from importlib.util import find_spec
 
 import pytest
@@ -45,7 +46,18 @@ def pytest_unconfigure() -> None:
     shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    cases: Counter[str] = Counter()
+    for item in items:
+        if (sampled := item.get_closest_marker("sampled")) is not None:
+            (size,) = sampled.args
+            test = item.nodeid.partition("[")[0]
+            if (
+                cases[test] + cases[test] // size
+            ) % size:  # cases 0, 3, 4, 7, ... of size 2: of two kinds that alternate both
+                item.add_marker(pytest.mark.slow)
+            cases[test] += 1
     if config.getoption("--fast"):
         for item in items:
             if item.get_closest_marker("long"):

@@ -168,9 +168,11 @@ class _Run:
         runs, counts = np.unique(self._run_of[over], return_counts=True)
         self._rounds_left[runs] -= counts
         rounds: list[int] = []
-        for round_ in over[np.argsort(self._round_end[over], kind="stable")].tolist():
-            run = int(self._run_of[round_])
-            self._note(run, float(self._round_end[round_]), int(self._last[round_]))
+        by_time = over[np.argsort(self._round_end[over], kind="stable")]
+        of_round, seconds = self._run_of[by_time], self._round_end[by_time]
+        later = seconds >= self._run_end[of_round]
+        self._run_end[of_round[later]] = seconds[later]  # of several of a run the last one stays
+        self._run_cause[of_round[later]] = self._last[by_time[later]]
         ended = deque(runs[self._rounds_left[runs] == 0].tolist())
         while ended:
             run = ended.popleft()

@@ -32,9 +32,8 @@ from mcore_reshard.kernels.transports.nccl.staging import (
     Messages,
     ScratchBudget,
     divide,
-    fullest_round,
     message_bytes,
-    windows_to_try,
+    windows_that_fit,
 )
 from mcore_reshard.kernels.transports.reach import joined_hops, shared_gpus
 from mcore_reshard.kernels.transports.rounds import DEFAULT_SLOTS, moment_of, turn_of
@@ -352,12 +351,7 @@ class _Writer:
         columns = number, division.parts_of(count), turn, phase, in_slot, communicator
         twice = Messages(*(np.tile(column, 2) for column in columns))
         ranks = np.concatenate([buckets.src, buckets.dst])
-        windows = next(
-            windows
-            for windows in windows_to_try(division, most_buckets)
-            if fullest_round(division, twice, windows, ranks) <= division.slot_bytes
-        )
-        window = twice.windows(windows)
+        window = twice.windows(next(windows_that_fit(division, twice, most_buckets, ranks)))
         stream = division.stream_of(window, twice.turn, twice.communicator)
         return _Side(ranks, np.broadcast_to(stream, window.shape), window, 1)
 

@@ -141,7 +141,7 @@ class Paths:
     def waves(self, members: int, waves: int) -> Ints:
         """[members, overlaps]: in which of `waves` waves each overlap moves, through all its hops."""
         pairs = self.src_parts * len(self.sites.dst_gpus) + self.dst_parts
-        return wave_of(members, pairs, waves, even=self.even_waves)
+        return self._keep((3, members, waves), lambda: wave_of(members, pairs, waves, even=self.even_waves))
 
     @property
     def relays(self) -> bool:

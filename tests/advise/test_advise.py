@@ -134,6 +134,7 @@ def test_uneven_pipelines_state_their_layers() -> None:
     assert uneven.layers == (8, 8, 8, 8, 8, 7, 7, 7)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("config", "train", "gen", "topology"),
     [
@@ -199,6 +200,7 @@ def test_the_reason_says_what_is_busy_and_how_many_copies_there_are() -> None:
     assert shared.reason == "2.01 GB enter by own GPU; each byte once; 100% from the own host"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("config", "gpus"),
     [

@@ -39,6 +39,7 @@ def _delivered(plan: Plan) -> Counter[tuple[str, int]]:
     return count
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_no_fault_survives(fault: str) -> None:
     found = mutants(fault, seed=0, count=COUNT)

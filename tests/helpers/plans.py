@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-import pytest
 from helpers.validation_cases import REFINED_EXPERTS
 
 from mcore_reshard.planner.layout.megatron import MegatronBuild
@@ -160,8 +158,3 @@ QUANTIZED = (
         unquantized=(1, 3),
     ),
 )
-
-
-def every_other(cases: Sequence[Case]) -> list[Any]:
-    """The cases as parameters of a test. Every second one is slow, so that it runs at night."""
-    return [pytest.param(case, marks=pytest.mark.slow if number % 2 else ()) for number, case in enumerate(cases)]

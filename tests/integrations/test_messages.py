@@ -63,6 +63,7 @@ def test_a_message_that_no_code_tells_is_found() -> None:
     assert [is_told(each, code) for each in messages(page)] == [True, False]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_explained_messages_are_those_of_the_code(page: Path) -> None:
     files = [file for folder in SOURCES for file in (ROOT / folder).rglob("*.py")]

@@ -33,6 +33,7 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     return json.loads((folder / "exports.json").read_text())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", TINY)
 def test_a_trainer_exports_what_the_model_lists(name: str, exports: dict[str, dict[str, Any]]) -> None:
     model_parameters = parameters_from_config(load_config(name))

@@ -94,6 +94,7 @@ def _no_garbage_collection() -> Iterator[None]:
     gc.enable()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", builtin_names())
 def test_every_built_in_is_the_model_that_transformers_builds(name: str) -> None:
     config = load_config(name)

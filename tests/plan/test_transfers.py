@@ -119,9 +119,10 @@ def some_indices(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
     return [tuple(int(i) for i in np.unravel_index(at, shape)) for at in range(0, prod(shape), step)]
 
 
-cases = pytest.mark.parametrize("case", plans.every_other(plans.TINY), ids=str)
+cases = pytest.mark.parametrize("case", plans.TINY, ids=str)
 
 
+@pytest.mark.sampled(5)
 @cases
 def test_parameters_are_explained_as_they_move(case: plans.Case) -> None:
     plan = case.plan()
@@ -160,6 +161,7 @@ def test_every_element_of_large_tensors_is_explained_as_it_moves() -> None:
             assert seen == moves_of(case).of_parameter(name)
 
 
+@pytest.mark.sampled(7)
 @cases
 def test_engine_tensors_are_explained_as_they_are_written(case: plans.Case) -> None:
     plan = case.plan()
@@ -178,6 +180,7 @@ def test_engine_tensors_are_explained_as_they_are_written(case: plans.Case) -> N
                     assert explained([transfer]) == {arriving[offset]}
 
 
+@pytest.mark.sampled(7)
 @cases
 def test_trainer_tensors_are_explained_as_they_are_sent(case: plans.Case) -> None:
     plan = case.plan()

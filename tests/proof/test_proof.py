@@ -111,6 +111,7 @@ EXPERT_MESHES = (
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", builtin_names())
 def test_every_builtin_config_proves_on_several_meshes(name: str) -> None:
     model_parameters = parameters_from_config(load_config(name))

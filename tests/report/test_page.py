@@ -186,6 +186,7 @@ def all_text(page: Page) -> str:
 LOCATED = ["--train", "tp=2", "--gen", "tp=1,dp=16", "--topology", "h200-8"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("argv", [[*MOE, "--topology", "h200-8,gpus=4"], ["tiny-qwen3-moe", *LOCATED]], ids=" ".join)
 def test_every_number_that_plan_and_simulate_print_is_on_the_page(run: Run, tmp_path: Path, argv: list[str]) -> None:
     path, out, machine = tmp_path / "plan.json", tmp_path / "report.html", argv[argv.index("--topology") + 1]

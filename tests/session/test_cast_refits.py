@@ -130,6 +130,7 @@ def refit(number: int, address: str, case: Case) -> dict[str, int]:
     return wrong
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_what_arrives_is_cast_as_the_whole_parameter(case: Case) -> None:
     plan = case.plan()

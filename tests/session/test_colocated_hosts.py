@@ -51,6 +51,7 @@ def run(case: Case, target: Any = refit, *args: Any) -> list[Outcome]:
     return run_ranks(plan.train.world + plan.gen.world, target, case, *args, timeout_s=240.0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "case",
     [

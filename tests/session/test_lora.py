@@ -64,6 +64,7 @@ def megatron() -> None:
     prepare()  # once, so that every forked world finds it imported
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE)], ids=str)
 def test_the_engine_has_what_bridge_exports_merged(case: Case, tmp_path: Path, megatron: None) -> None:
     assert_the_engine_has_what_bridge_exports_merged(case, slices, tmp_path)

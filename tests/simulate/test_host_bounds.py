@@ -42,6 +42,7 @@ def marked(names: set[str]) -> list[Any]:
     return [pytest.param(name, marks=() if name in names else pytest.mark.slow) for name in CASES]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", marked({name for name in CASES if "1024->" not in name and "512->" not in name}))
 def test_the_busiest_link_of_a_located_plan_is_busy_for_hardly_longer_than_the_bound(name: str) -> None:
     assert 1 - 1e-12 <= CASES[name].link_ratio() <= GOAL
@@ -82,6 +83,7 @@ def test_nccl_leaves_a_host_by_the_nic_on_the_receivers_rail() -> None:
     assert auto < 1.2 < 1.8 < gloo
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("config", "train", "gen"),
@@ -120,12 +122,14 @@ def test_small_models_on_many_replicas_have_waves_that_replicas_share_evenly() -
         assert case.simulation(transport).seconds < 1.2 * case.least().seconds
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.long
 @pytest.mark.parametrize("name", marked(FAST["gloo"]))
 def test_simulated_rounds_of_gloo_take_no_longer_than_they_may(name: str) -> None:
     in_time("gloo", name)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.long
 @pytest.mark.parametrize("name", marked(FAST["auto"]))
 def test_simulated_rounds_of_direct_and_nccl_take_no_longer_than_they_may(name: str) -> None:

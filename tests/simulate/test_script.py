@@ -164,6 +164,7 @@ def gloo_runs(plan: Plan) -> Runs:
     return runs
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_script_of_nccl_is_the_rounds_of_its_executor(case: Case) -> None:
     plan = case.plan()
@@ -172,6 +173,7 @@ def test_the_script_of_nccl_is_the_rounds_of_its_executor(case: Case) -> None:
     assert max(len(run) for runs in expected.values() for run in runs) > 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("gpus", [0, 4])
 def test_the_script_of_nccl_is_the_rounds_of_its_executor_where_small_segments_fill_messages(
     gpus: int, monkeypatch: pytest.MonkeyPatch
@@ -197,6 +199,7 @@ def test_the_script_of_gloo_is_the_messages_of_its_executor(case: Case) -> None:
     assert len(found.buckets) > 20
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("gpus", [2, 4])
 @pytest.mark.parametrize("case", CASES[::3], ids=str)
 def test_the_scripts_of_a_plan_that_knows_its_hosts_are_those_of_the_executors(case: Case, gpus: int) -> None:
@@ -235,6 +238,7 @@ def joined_runs_of_script(plan: Plan, found: Script, hops: int = 2) -> Runs:
     return runs
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("gen", "gpus"), [("tp=2,dp=3", 2), ("tp=2,dp=3", 4), ("tp=1,dp=5", 2)])
 def test_the_script_of_a_relay_between_hosts_has_the_joined_rounds_of_the_nccl_executor(gen: str, gpus: int) -> None:
     plan = on_hosts(Case("tiny-qwen3-moe", "tp=2,ep=2", gen), gpus)

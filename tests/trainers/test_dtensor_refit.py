@@ -44,6 +44,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_byte_arrives(case: Case, tmp_path: Path) -> None:
     assert_every_byte_arrives(case, TracedStandIn, tmp_path)

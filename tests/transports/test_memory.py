@@ -69,6 +69,7 @@ def held_over_gloo(number: int, address: str, case: PlanCase, bucket_bytes: int)
     return held
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", [DENSE, RELAYED, CAST], ids=str)
 @pytest.mark.parametrize("bucket_bytes", [4096, 32 << 20])
 def test_ranks_over_gloo_hold_what_was_counted(case: PlanCase, bucket_bytes: int) -> None:
@@ -155,6 +156,7 @@ def marks_of(number: int, row: dict[str, Any]) -> list[pytest.MarkDecorator]:
     return [] if row["workload"].startswith("dense") else [pytest.mark.long]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("file", "case", "method", "row"),
     [
@@ -288,6 +290,7 @@ def test_a_relay_between_hosts_takes_nccl_on_both_ends_of_replicas() -> None:
         assert held.nccl == counted["nccl"]["train"][rank].nccl <= unrelayed["nccl"]["train"][rank].nccl
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("transport", ["auto", "nccl"])
 @pytest.mark.parametrize(
     "case",

@@ -226,6 +226,7 @@ def check_rounds(parts: list[dict[int, Device]], budget: ScratchBudget) -> None:
         assert sum(slot_bytes(device.found).values()) <= budget.scratch_bytes
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("budget", [BUDGET, ScratchBudget(300_000, 3, 2)], ids=["2 streams", "3 streams"])
 @pytest.mark.parametrize("case", CASES)
 def test_no_order_of_kernels_deadlocks_where_gpus_are_shared(case: Case, budget: ScratchBudget) -> None:

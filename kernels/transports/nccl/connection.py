@@ -207,7 +207,7 @@ class NcclConnection:
             divisions = [division.with_pace(most) for division, most in zip(divisions, most_buckets, strict=True)]
             messages = [Messages.of(*part) for part in zip(self.ends, divisions, strict=True)]
             own = zip(divisions, messages, most_buckets, strict=True)
-            fitting = gather("windows", [windows_that_fit(*part) for part in own], _parse_windows)
+            fitting = gather("windows", [[*windows_that_fit(*part)] for part in own], _parse_windows)
             return [with_windows(*part) for part in zip(divisions, zip(*fitting, strict=True), strict=True)]
         except ValueError as error:
             raise SessionError(str(error)) from error

@@ -31,8 +31,9 @@ share GPUs, replicas pass on in rounds of a stream of their own.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -357,26 +358,32 @@ def _stream_of_pair(turn: Any, streams: int) -> Any:
 
     A rank may exchange most with every second or fourth peer; these are on all streams as well.
     """
+    return _streams_of_turns(int(np.max(turn, initial=0)).bit_length(), streams)[turn]
+
+
+@cache
+def _streams_of_turns(bits: int, streams: int) -> Ints:
+    """The streams of all turns of so many bits; these are few, and messages many."""
+    turn = np.arange(1 << bits)
     stream = turn % streams
-    while streams > 1 and np.any(turn):
+    while streams > 1 and turn.any():
         turn = turn // streams
-        stream = stream + turn % streams
-    return stream % streams
+        stream += turn % streams
+    return np.asarray(stream % streams, np.int64)
 
 
-def windows_to_try(division: Division, most_buckets: int) -> list[int]:
-    """Numbers of windows, ascending. `most_buckets` is how many the pair with the most of all ranks has."""
+def windows_that_fit(division: Division, messages: Messages, most_buckets: int, rank: Ints | int = 0) -> Iterator[int]:
+    """Numbers of windows, ascending, of which a rank's fullest round fits into a slot.
+
+    `most_buckets` is how many the pair with the most of all ranks has; `rank` [messages], if they are of several.
+    """
     fewest = max(1, most_buckets // _MOST_OF_A_PAIR) if division.keeps_streams else most_buckets
-    return sorted({int(fewest * _GROWTH**growth) for growth in range(_GROWTHS)})
-
-
-def windows_that_fit(division: Division, messages: Messages, most_buckets: int) -> list[int]:
-    """Of `windows_to_try`, those of which a rank's fullest round fits into a slot."""
-    return [
-        windows
-        for windows in windows_to_try(division, most_buckets)
-        if fullest_round(division, messages, windows) <= division.slot_bytes
-    ]
+    one_stream = not division.keeps_streams and division.shared is None  # in a window
+    most_of_window = division.slot_bytes * (1 if one_stream else division.streams)
+    most_of_rank = np.bincount(np.broadcast_to(rank, messages.nbytes.shape), messages.nbytes).max(initial=0)
+    for windows in sorted({int(fewest * _GROWTH**growth) for growth in range(_GROWTHS)}):
+        if windows * most_of_window >= most_of_rank and _fits(division, messages, windows, rank):
+            yield windows
 
 
 def with_windows(division: Division, fitting: Iterable[Iterable[int]]) -> Division:
@@ -402,11 +409,11 @@ def divide_windows(
     return with_windows(division, [windows_that_fit(division, each, most_buckets) for each in messages]), ends
 
 
-def fullest_round(division: Division, messages: Messages, windows: int, rank: Ints | int = 0) -> int:
-    """Bytes of the largest round, of one rank, or of the ranks whose messages these are."""
+def _fits(division: Division, messages: Messages, windows: int, rank: Ints | int) -> bool:
+    """Whether the fullest round of so many windows fits into a slot."""
     window = messages.windows(windows)
     lane = rank * division.streams + division.stream_of(window, messages.turn, messages.communicator)
-    return int(np.bincount(lane * windows + window, messages.nbytes).max(initial=0))
+    return bool(np.bincount(lane * windows + window, messages.nbytes).max(initial=0) <= division.slot_bytes)
 
 
 def divided_rounds(
