@@ -21,13 +21,12 @@ def tensor_problems(schedule: Schedule, tensors: Mapping[str, torch.Tensor]) -> 
     computed = {*schedule.computed}
     live = [index for index in range(len(schedule.tensors)) if index not in computed]
     reasons = {index: why for index in live if (why := "; ".join(misfits(schedule.tensors[index], tensors)))}
-    parameters = first_parameters(schedule)
     problems: list[str] = []
     unbound = np.zeros(len(schedule.tensors), bool)
     unbound[list(reasons)] = True
-
-    def title(index: int) -> str:
-        return schedule.tensors[index].name + (f" (holds {parameters[index]})" if index in parameters else "")
+    overlapping = _overlapping(schedule, tensors, [index for index in live if index not in reasons])
+    shared = {index: other for other, index in overlapping} if schedule.world == "gen" else {}
+    parameters = first_parameters(schedule) if reasons or shared else {}
 
     for stage in schedule.stages:
         tensor = np.concatenate([stage.sends.tensor, stage.recvs.tensor])
@@ -35,17 +34,16 @@ def tensor_problems(schedule: Schedule, tensors: Mapping[str, torch.Tensor]) -> 
             names = dict.fromkeys(schedule.tensors[index].name for index in tensor[unbound[tensor]].tolist())
             listed = ", ".join(list(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
             problems.append(f"stage {stage.pp_stage}: {count} of {len(tensor)} transfers unbound: {listed}")
-    problems += [f"{title(index)}: {why}" for index, why in reasons.items()]
-    examples = {str(tensors[local.name].device): local.name for local in schedule.tensors if local.name in tensors}
+    problems += [f"{described_tensor(schedule, index, parameters)}: {why}" for index, why in reasons.items()]
+    examples = {tensors[local.name].device: local.name for local in schedule.tensors if local.name in tensors}
     if len(examples) > 1:
-        where = ", ".join(f"{name} on {device}" for device, name in sorted(examples.items()))
+        where = ", ".join(f"{examples[device]} on {device}" for device in sorted(examples, key=str))
         problems.append(f"tensors on {len(examples)} devices: {where}")
     problems += unfilled_tensors(schedule, tensors)
-    if schedule.world == "gen":
-        problems += [
-            f"{title(index)}: shares its storage with {schedule.tensors[other].name}"
-            for other, index in _overlapping(schedule, tensors, [index for index in live if index not in reasons])
-        ]
+    problems += [
+        f"{described_tensor(schedule, index, parameters)}: shares its storage with {schedule.tensors[other].name}"
+        for index, other in shared.items()
+    ]
     return problems
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -39,6 +40,7 @@ def _text(fact: object) -> str:
     return str(tuple(fact) if isinstance(fact, torch.Size) else fact)
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     """torch.bfloat16 -> 'bfloat16', the spelling of the planner."""
     return str(dtype).removeprefix("torch.")

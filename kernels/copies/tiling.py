@@ -56,11 +56,12 @@ def untiled(schedule: Schedule, covered: Mapping[str, int]) -> list[str]:
         dims = zip(strided_box.extents, strided_box.strides, strict=True)
         total = box_sum((extent, [(IN_TENSOR, step)]) for extent, step in dims)
         padded[tensor] += total * pow(IN_TENSOR.value, offset, PRIME)
-    parameters = first_parameters(schedule)
     wrong = []
     for number, local in enumerate(schedule.tensors):
         whole = box_sum([(prod(local.shape), [(IN_TENSOR, 1)])])
         if (covered.get(local.name, 0) + padded[number] - whole) % PRIME:
-            wrong.append(described_tensor(schedule, number, parameters))
+            wrong.append(number)
+    parameters = first_parameters(schedule) if wrong else {}
+    named = [described_tensor(schedule, number, parameters) for number in wrong[:_SHOWN]]
     more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-    return [f"not every element is filled exactly once: {', '.join(wrong[:_SHOWN])}{more}"] if wrong else []
+    return [f"not every element is filled exactly once: {', '.join(named)}{more}"] if wrong else []

@@ -40,6 +40,7 @@ from .attendance import WAITS
 from .connection import Connection, bind_part, connect_members
 from .executed_check import agree_on_executed
 from .follower import Follower
+from .gc_pause import gc_paused
 from .goodbye import say_goodbye_at_exit
 from .leader import Leader
 from .newcomers import Rank, catch_up, serve_newcomers
@@ -318,7 +319,7 @@ class Member(ABC):
         self._disconnect()
         options, rendezvous = self._options, self._rendezvous(f"e/{call.epoch}", call)
         start = time.perf_counter()
-        with self._record.phase("connect"), Published(rendezvous, "hello", self._fail):
+        with gc_paused(), self._record.phase("connect"), Published(rendezvous, "hello", self._fail):
             schedule, transport, bound = self._bound_for(call.replicas, call.places)
             hello = {
                 "digest": schedule.digest,
@@ -334,7 +335,7 @@ class Member(ABC):
         check_alike(words)
         kept = self._kept
         kept.meet(call.processes)
-        with self._record.phase("connect"), Published(rendezvous, "connected", self._fail):
+        with gc_paused(), self._record.phase("connect"), Published(rendezvous, "connected", self._fail):
             connection = connect_members(
                 rendezvous, call.epoch, call.replicas, schedule, transport, bound, options, kept
             )
@@ -369,7 +370,7 @@ class Member(ABC):
         seats = self._part.seats
         planned = tuple(range(seats.replicas))
         own = seats.replica_of(self.rank_name) if self.world == "gen" else 0
-        with self._record.phase("bind"):
+        with gc_paused(), self._record.phase("bind"):
             if self._check_layout is not None:
                 self._check_layout()
             _, _, bound = self._bound_for(planned if own in planned else (own,))

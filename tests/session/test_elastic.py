@@ -195,8 +195,8 @@ def elastic(folder: Path, refits: int, seed: int, pause_s: float) -> dict[str, A
 
 
 def test_replicas_are_killed_and_added_while_the_trainer_goes_on(tmp_path: Path) -> None:
-    ends = elastic(tmp_path, refits=30, seed=1, pause_s=0.02)
-    _check(ends, 30)
+    ends = elastic(tmp_path, refits=20, seed=1, pause_s=0.02)
+    _check(ends, 20)
 
 
 @pytest.mark.slow

@@ -416,6 +416,31 @@ def with_bad_executor(
     refit_and_check(seat(rank, address, worlds, transport="gloo-test", timeout_s=timeout_s))
 
 
+class Noting(GlooExecutor):
+    """Notes whether Python collects cycles while executors are connected."""
+
+    collecting: bool | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        Noting.collecting = gc.isenabled()
+        super().__init__(*args, **kwargs)
+
+
+def collecting_before_within_and_after(rank: int, address: str) -> tuple[bool, bool | None, bool]:
+    register(Noting)
+    if rank:
+        gc.disable()
+    me = seat(rank, address, (1, 1), transport="gloo-test")
+    before = gc.isenabled()
+    me.endpoint.prepare()
+    return before, Noting.collecting, gc.isenabled()
+
+
+def test_pythons_collector_rests_while_a_session_connects() -> None:
+    outcomes = run_ranks(2, collecting_before_within_and_after)
+    assert values(outcomes) == [(True, False, True), (False, False, False)]
+
+
 def refit_and_check(me: Trainer | Engine) -> None:
     """Refit once; whatever happens, what failed is not committed, and the state says so."""
     me.endpoint.prepare()
