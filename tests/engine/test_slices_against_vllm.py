@@ -76,6 +76,7 @@ def differences(expected: dict[str, torch.Tensor], actual: dict[str, torch.Tenso
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "changes", "sizes"), CASES, ids=case_id)
 def test_oracle_equals_vllm(name, changes, sizes, config_folder):
     config = tiny(name, **changes)

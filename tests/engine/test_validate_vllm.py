@@ -32,6 +32,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("family", "train", "gen", "overrides"), CASES)
 def test_refit_into_real_vllm_equals_golden(family, train, gen, overrides):
     config = {**load_config(f"tiny-{family}"), **overrides}
@@ -60,6 +61,7 @@ IN_FP8 = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("family", "train", "gen", "train_dtype", "block", "changes"), IN_FP8)
 def test_refit_into_real_vllm_in_fp8_equals_golden(family, train, gen, train_dtype, block, changes):
     config = in_blocks(family, block, **changes)
