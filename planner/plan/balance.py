@@ -173,10 +173,9 @@ def rolled(nbytes: Ints, sizes: Ints, first: Numbers) -> Ints:
 
     Several `first` are those of as many waves, or of a single one.
     """
-    width = nbytes.shape[-1]
-    if width == 1:
-        return np.repeat(nbytes, np.size(first), axis=0)
-    place = np.arange(width)
+    if nbytes.shape[-1] == 1:
+        return np.broadcast_to(nbytes, (max(len(nbytes), np.size(first)), *nbytes.shape[1:]))
+    place = np.arange(nbytes.shape[-1])
     turned: Ints = np.take_along_axis(nbytes, (place - np.reshape(first, (-1, 1, 1))) % sizes[:, None], axis=-1)
     return np.where(place < sizes[:, None], turned, 0)
 

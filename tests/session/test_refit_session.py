@@ -36,6 +36,7 @@ from mcore_reshard.kernels.transports.registry import TRANSPORT_VARIABLE
 from mcore_reshard.planner.layout.geometry import row_major_strides
 from mcore_reshard.planner.plan.schedule import LocalTensor, Schedule, StridedBox
 from mcore_reshard.session.endpoints import GenerationEndpoint, TrainEndpoint
+from mcore_reshard.session.gc_pause import gc_paused
 from mcore_reshard.session.store_server import serve_store
 
 MISC = ("model.odd.weight", "model.odd.bias")
@@ -439,6 +440,19 @@ def collecting_before_within_and_after(rank: int, address: str) -> tuple[bool, b
 def test_pythons_collector_rests_while_a_session_connects() -> None:
     outcomes = run_ranks(2, collecting_before_within_and_after)
     assert values(outcomes) == [(True, False, True), (False, False, False)]
+
+
+def test_the_collector_is_on_again_once_all_pauses_have_ended_and_in_processes_forked_meanwhile() -> None:
+    first, second = gc_paused(), gc_paused()
+    with first:
+        second.__enter__()
+        assert not gc.isenabled()
+        if (child := os.fork()) == 0:
+            os._exit(0 if gc.isenabled() else 1)
+        assert os.waitpid(child, 0)[1] == 0
+    assert not gc.isenabled()
+    second.__exit__(KeyError, KeyError(), None)
+    assert gc.isenabled()
 
 
 def refit_and_check(me: Trainer | Engine) -> None:

@@ -83,7 +83,7 @@ def test_nccl_leaves_a_host_by_the_nic_on_the_receivers_rail() -> None:
     assert auto < 1.2 < 1.8 < gloo
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("config", "train", "gen"),

@@ -34,7 +34,7 @@ def rows() -> dict[str, dict[str, Any]]:
         return {name: alone.submit(shaped_hosts.measure, name, small(name), 1).result(timeout=90) for name in COUNTED}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.long
 @pytest.mark.parametrize("name", COUNTED)
 def test_every_link_carries_what_the_plan_says(rows: dict[str, dict[str, Any]], name: str) -> None:

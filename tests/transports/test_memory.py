@@ -149,19 +149,17 @@ def scale_tables(case: Case, ranks: list[RankMemory]) -> float:
     return max(rank.scales for rank in ranks) / 4 * 32 / 1e6
 
 
-def marks_of(number: int, row: dict[str, Any]) -> list[pytest.MarkDecorator]:
-    """Every second row runs at night alone; those of the large model take long."""
-    if number % 2:
-        return [pytest.mark.slow]
+def marks_of(row: dict[str, Any]) -> list[pytest.MarkDecorator]:
+    """Rows of the large model take long."""
     return [] if row["workload"].startswith("dense") else [pytest.mark.long]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("file", "case", "method", "row"),
     [
-        pytest.param(*each, id=f"{each[0]} {each[3]['workload']} {each[3]['method']}", marks=marks_of(number, each[3]))
-        for number, each in enumerate(RECORDED)
+        pytest.param(*each, id=f"{each[0]} {each[3]['workload']} {each[3]['method']}", marks=marks_of(each[3]))
+        for each in RECORDED
     ],
 )
 def test_gpus_held_what_is_counted(

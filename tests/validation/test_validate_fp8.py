@@ -54,7 +54,6 @@ def test_refit_equals_golden(family, train, gen, train_dtype, block):
     )
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("block", "changes", "train_dtype"),
     [
@@ -75,7 +74,6 @@ def test_experts_whose_blocks_vllm_refines(block, changes, train_dtype):
     assert {p.nbytes for p in scales} == {8 * (128 // 32) * (width // 32) * 4}
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("family", "train", "gen", "at_ends", "kept"),
     [
@@ -101,7 +99,6 @@ def test_a_trainer_that_keeps_first_and_last_layers_in_bf16(monkeypatch, family,
     }
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("train_dtype", ["bf16", "fp8"])
 def test_after_an_optimizer_step_and_with_float32_beside(train_dtype):
     report = check("deepseek-v3", "ep=2,dp=2", "tp=2", train_dtype, (8, 16), refits=3)
