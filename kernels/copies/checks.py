@@ -24,8 +24,10 @@ def tensor_problems(schedule: Schedule, tensors: Mapping[str, torch.Tensor]) -> 
     problems: list[str] = []
     unbound = np.zeros(len(schedule.tensors), bool)
     unbound[list(reasons)] = True
-    overlapping = _overlapping(schedule, tensors, [index for index in live if index not in reasons])
-    shared = {index: other for other, index in overlapping} if schedule.world == "gen" else {}
+    shared: dict[int, int] = {}
+    if schedule.world == "gen":
+        fitting = [index for index in live if index not in reasons]
+        shared = {index: other for other, index in _overlapping(schedule, tensors, fitting)}
     parameters = first_parameters(schedule) if reasons or shared else {}
 
     for stage in schedule.stages:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from threading import Lock, Thread
+from threading import Thread
 from typing import Any, TypeVar
 from weakref import finalize, ref
+
+from .process_setting import ProcessSetting
 
 T = TypeVar("T")
 
@@ -88,31 +89,15 @@ class EventPoller:
         return min(self.share * max(waited_s, self.fastest_s), LOOK_S)
 
 
-class _ShortTurns:
-    def __init__(self) -> None:
-        self._lock, self._depth, self._usual_s = Lock(), 0, 0.0
-
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        """Let this process's threads take turns of TURN_S at the interpreter's lock.
-
-        Beside the checks of 12,627 tensors, which take 24 ms, a transport would wait 5 ms for each turn.
-        """
-        with self._lock:
-            if not self._depth:
-                self._usual_s = sys.getswitchinterval()
-                sys.setswitchinterval(min(self._usual_s, TURN_S))
-            self._depth += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._depth -= 1
-                if not self._depth:
-                    sys.setswitchinterval(self._usual_s)
+def _shorten() -> float:
+    usual_s = sys.getswitchinterval()
+    sys.setswitchinterval(min(usual_s, TURN_S))
+    return usual_s
 
 
-short_turns = _ShortTurns()
+# This process's threads take turns of TURN_S at the interpreter's lock. Beside the checks of 12,627 tensors, which take 24 ms,
+# a transport would wait 5 ms for each turn.
+short_turns = ProcessSetting(_shorten, sys.setswitchinterval)
 
 
 class DeadlineThread:

@@ -1,7 +1,7 @@
 """Run a script on links: when every message begins and ends, and what it waited for.
 
-In exact mode each step goes to the next end of a message. Large refits take steps of at least `step_s`: what ends within a
-step ends at its own time, and what begins then gets its share from then on, at the rates of the step after.
+In exact mode each step goes to the next end of a message. Large refits take steps of at least `step_s`. What ends within
+a step ends at its own time. What begins then gets its share from then on, at the rates of the step after.
 """
 
 from __future__ import annotations

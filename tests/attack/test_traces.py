@@ -19,8 +19,8 @@ from attack.traces import (
 from mcore_reshard.planner.plan.plan import Plan
 
 COUNT = 12  # mutants of each fault
-# What agrees with itself the gate cannot see, because names mean nothing to it: two parameters of one shape in each other's
-# place, and zeros on one rank where another one has the whole parameter (so gpt-oss's loader treats a bias).
+# The gate cannot see what agrees with itself, because names mean nothing to it. One such fault: two parameters of one shape
+# are in each other's place. Another: one rank has zeros where another has the whole parameter, as with gpt-oss's biases.
 NOT_ALWAYS_SEEN = {"exchanged_parameters", "data_as_padding"}
 
 

@@ -61,9 +61,7 @@ _MOST_OF_MANY = 12  # the same where a rank has many peers: 10.7 MiB each. Round
 _MOST_JOINED = 24  # the same where a slot has what a rank sends and what it receives
 _SO_MANY_PEERS = 48
 _OF_SHARES = 6  # Messages within a domain are so many times smaller than those of 10.7 MiB: NVLink has them at once.
-_SEGMENTS_OF_MANY = (
-    16  # A full message between many has so many segments: whole transfers of 7 MiB would fill two thirds.
-)
+_SEGMENTS_OF_MANY = 16  # of a full message between many: whole transfers of 7 MiB would fill two thirds of it
 _LEAST_SEGMENT_BYTES = 64 << 10  # If scratch is small, segments would take more copies than they are worth.
 _MANY_PEERS = 4  # for each stream, from which on a pair keeps to one
 _MOST_OF_A_PAIR = 8  # of its buckets in a window, where pairs keep to a stream
