@@ -45,7 +45,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 import numpy as np
 import torch
 
-from mcore_reshard.kernels.copies.pull_table import pull_table
+from mcore_reshard.kernels.copies.peer_table import pull_table
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.planner.layout.mesh import format_mesh, parse_gen_mesh, parse_train_mesh
 from mcore_reshard.planner.model.configs import load_config

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule, bind
-from mcore_reshard.kernels.copies.pull_table import pull_table
+from mcore_reshard.kernels.copies.peer_table import pull_table
 from mcore_reshard.kernels.copies.strata import SAMPLED_SHARE, Strata
 from mcore_reshard.kernels.errors import TornWeightsError
 from mcore_reshard.kernels.options import SOURCE_CHECKS, Options

@@ -23,8 +23,8 @@ from .box_sums import IN_MESSAGE, IN_PARAMETER, Base, Weights, box_sum, mixed, n
 from .buckets import Bucket
 from .casts import bound_casts, copies_across_bands
 from .copy_table import SCRATCH, Ints, joined
+from .peer_table import PeerTable, numbers_by_peer
 from .places import Boxes, Dim, Places, boxes_of_copies, boxes_of_rows, find_places, region_dims
-from .pull_table import PullTable, numbers_by_peer
 from .tiling import Coverage, coverage
 
 End = Literal["src", "dst"]
@@ -38,8 +38,8 @@ class Executed:
 
     bound: BoundSchedule
     buckets: tuple[Bucket, ...] = ()
-    pulls: PullTable | None = None  # of a reader
-    pulled: Schedule | None = None  # of a source: the part that readers read where it lies
+    reaches: PeerTable | None = None  # what this rank reads at its peers
+    exposed: Schedule | None = None  # the part that peers read where it lies
     wave: int = 0  # of a relay
     device_problems: tuple[str, ...] = ()  # of the tables on a device, when they were read back from there
 
@@ -81,10 +81,10 @@ class TableReader:
         written: list[Boxes | None] = []
         if executed.buckets:
             written.append(self._read_buckets(executed.buckets))
-        if executed.pulls is not None:
-            written.append(self._read_pulls(executed.pulls))
-        if executed.pulled is not None:
-            self._read_rows(executed.pulled)
+        if executed.reaches is not None:
+            written.append(self._read_pulls(executed.reaches))
+        if executed.exposed is not None:
+            self._read_rows(executed.exposed)
         if schedule.world == "train":
             written = []
         return coverage([boxes for boxes in written if boxes is not None], len(schedule.tensors))
@@ -110,16 +110,16 @@ class TableReader:
                 self._compare_with_rows(boxes, peer, stage)
         return boxes
 
-    def _read_pulls(self, pulls: PullTable) -> Boxes | None:
+    def _read_pulls(self, pulls: PeerTable) -> Boxes | None:
         copies, schedule = pulls.copies, self._schedule
         source = copies["src"].astype(np.int64) - len(schedule.tensors)
-        ranks = np.array([each.rank for each in pulls.sources], np.int64)
+        ranks = np.array([each.rank for each in pulls.theirs], np.int64)
         is_foreign = (source < 0) | (source >= len(ranks))
         is_foreign[~is_foreign] = ranks[source[~is_foreign]] != pulls.peer[~is_foreign]
         claimed = np.stack([pulls.transfer_group, pulls.member], axis=1).astype(np.int64)
         boxes = self._boxes(copies, "dst", is_foreign, lambda row: schedule.parameter_name(*claimed[row].tolist()))
         if boxes is not None:
-            keys = np.array([number_of(each.tensor) for each in pulls.sources], np.uint64)[source]
+            keys = np.array([number_of(each.tensor) for each in pulls.theirs], np.uint64)[source]
             other = times(mixed(pulls.stage, pulls.number, *claimed.T, *self._full_place(len(copies))), keys)
             self._enter(boxes, pulls.peer.astype(np.int64), pulls.stage, other, claimed)
         return boxes

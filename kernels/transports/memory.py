@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from mcore_reshard.kernels.copies.buckets import Bucket, cut_buckets
 from mcore_reshard.kernels.copies.casts import bound_casts, itemsizes
 from mcore_reshard.kernels.copies.copy_table import Ints, joined
-from mcore_reshard.kernels.copies.pull_table import pull_table
+from mcore_reshard.kernels.copies.peer_table import pull_table
 from mcore_reshard.kernels.copies.strata import strata_of
 from mcore_reshard.kernels.cuda.cast_tiles import cut_gather, scale_blocks
 from mcore_reshard.kernels.cuda.engine_rows import ENGINE_SHARE, divided
@@ -226,7 +226,7 @@ def _pull_bytes(
     ]
     copies = joined([bucket.copies for bucket in buckets])
     peer = np.repeat([bucket.peer for bucket in buckets], [len(bucket.copies) for bucket in buckets])
-    bases = np.zeros(len(schedule.tensors) + len(table.sources) + 1, np.uint64)
+    bases = np.zeros(len(schedule.tensors) + len(table.theirs) + 1, np.uint64)
     nbytes = 0
     # The last is whose memory each part has mapped.
     for of_part, source, mapped in ((table.copies, table.peer, schedule.peers), (copies, peer, cast.peers)):

@@ -23,7 +23,7 @@ from mcore_reshard.kernels.copies.executed import (
     first_difference,
     named_difference,
 )
-from mcore_reshard.kernels.copies.pull_table import pull_table
+from mcore_reshard.kernels.copies.peer_table import pull_table
 from mcore_reshard.kernels.copies.read_back import Entries
 from mcore_reshard.kernels.copies.tiling import tiling_problems
 from mcore_reshard.kernels.errors import BindError
@@ -65,10 +65,10 @@ def direct_tables(bound: BoundSchedule, plan: Plan) -> list[Executed]:
     plain, cast = parted(bound.schedule)
     buckets = cut_buckets(cast, BUCKET_BYTES)
     if bound.schedule.world == "train":
-        return [Executed(bound, buckets=buckets, pulled=plain)]
+        return [Executed(bound, buckets=buckets, exposed=plain)]
     assert plain.view is not None
     pulls = pull_table(plain, plain.view.source_table())
-    return [Executed(bound, buckets=buckets, pulls=pulls)]
+    return [Executed(bound, buckets=buckets, reaches=pulls)]
 
 
 Tables = Callable[[BoundSchedule, Plan], Sequence[Executed]]

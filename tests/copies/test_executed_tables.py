@@ -115,10 +115,10 @@ def in_bucket(damage: Damage) -> Callable[[Executed], Executed]:
 
 def in_pulls(damage: Damage) -> Callable[[Executed], Executed]:
     def change(executed: Executed) -> Executed:
-        assert executed.pulls is not None
-        copies = executed.pulls.copies.copy()
+        assert executed.reaches is not None
+        copies = executed.reaches.copies.copy()
         damage(copies, "dst")
-        return replace(executed, pulls=replace(executed.pulls, copies=copies))
+        return replace(executed, reaches=replace(executed.reaches, copies=copies))
 
     return change
 
@@ -159,12 +159,12 @@ def test_damaged_messages_are_refused(change: Callable[[Executed], Executed], na
 
 
 def pulled_of_another_source(executed: Executed) -> Executed:
-    assert executed.pulls is not None
-    down = [each for each in executed.pulls.sources if each.tensor.endswith("mlp.linear_fc2.weight")]
+    assert executed.reaches is not None
+    down = [each for each in executed.reaches.theirs if each.tensor.endswith("mlp.linear_fc2.weight")]
     first, twin = down[:2]
     assert first.rank == twin.rank
-    sources = [twin if each == first else first if each == twin else each for each in executed.pulls.sources]
-    return replace(executed, pulls=replace(executed.pulls, sources=tuple(sources)))
+    sources = [twin if each == first else first if each == twin else each for each in executed.reaches.theirs]
+    return replace(executed, reaches=replace(executed.reaches, theirs=tuple(sources)))
 
 
 def test_sources_that_are_exchanged_are_refused() -> None:

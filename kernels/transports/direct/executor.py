@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.copies.copy_table import ends_of
-from mcore_reshard.kernels.copies.pull_table import pull_table
+from mcore_reshard.kernels.copies.peer_table import pull_table
 from mcore_reshard.kernels.copies.read_back import Executed
 from mcore_reshard.kernels.copies.tensors import gpu_of
 from mcore_reshard.kernels.cuda.copy_kernel import KernelShape, own_gpu_shape
@@ -144,7 +144,7 @@ class _Source:
         plain, cast = parted(bound.schedule)
         self._slots = SlotSource(bound, cast, signals, scratch_bytes)
         self.executed = Executed(
-            bound, buckets=self._slots.buckets, pulled=plain, device_problems=tuple(self._slots.problems)
+            bound, buckets=self._slots.buckets, exposed=plain, device_problems=tuple(self._slots.problems)
         )
         self.scratch_bytes, self.table_bytes = self._slots.scratch_bytes, self._slots.table_bytes
 
@@ -226,7 +226,7 @@ class _Reader:
         self.executed = Executed(
             bound,
             buckets=self._slots.buckets,
-            pulls=self._table,
+            reaches=self._table,
             device_problems=(*problems, *self._slots.problems),
         )
 
@@ -264,14 +264,14 @@ class _Reader:
     def _addresses(self, exports: dict[int, Export]) -> NDArray[np.uint64]:
         """Where each base of the table's copies begins: own tensors, then sources."""
         own = [tensor.data_ptr() for tensor in self._bound.tensors]
-        theirs = np.zeros(len(self._table.sources), np.uint64)
-        ranks = np.array([source.rank for source in self._table.sources])
+        theirs = np.zeros(len(self._table.theirs), np.uint64)
+        ranks = np.array([source.rank for source in self._table.theirs])
         read = np.isin(np.arange(len(theirs)) + len(own), self._table.copies["src"])  # not: empty tensors
         ends = np.zeros(len(own) + len(theirs), np.int64)
         np.maximum.at(ends, self._table.copies["src"], ends_of(self._table.copies, "src"))
         for rank, exported in exports.items():
             rows = np.flatnonzero((ranks == rank) & read)
-            names = [self._table.sources[row].tensor for row in rows.tolist()]
+            names = [self._table.theirs[row].tensor for row in rows.tolist()]
             owner = self._bound.schedule.name_of("train", rank)
             for name, end in zip(names, ends[rows + len(own)].tolist(), strict=True):
                 if end > exported.bytes_from(name):  # the GPU would read beyond what is mapped

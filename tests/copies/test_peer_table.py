@@ -12,7 +12,7 @@ from helpers.plans import TINY, Case
 from helpers.simulate import execute, numbered_tensors
 
 from mcore_reshard.kernels.copies.cpu import run_copies
-from mcore_reshard.kernels.copies.pull_table import pull_table
+from mcore_reshard.kernels.copies.peer_table import pull_table
 from mcore_reshard.kernels.copies.tensors import byte_array
 from mcore_reshard.kernels.errors import BindError
 from mcore_reshard.planner.plan.make_schedule import relays_of, schedule_of
@@ -61,7 +61,7 @@ def pull(schedule: Schedule, own: dict[str, torch.Tensor], sources: list[dict[st
     assert schedule.view is not None
     table = pull_table(schedule, schedule.view.source_table())
     bases = [byte_array(own[local.name]) for local in schedule.tensors]
-    bases += [byte_array(sources[source.rank][source.tensor]) for source in table.sources]
+    bases += [byte_array(sources[source.rank][source.tensor]) for source in table.theirs]
     run_copies(table.copies, bases)
 
 
@@ -72,7 +72,7 @@ def test_columns_name_peer_stage_and_parameter() -> None:
     table = pull_table(schedule, schedule.view.source_table())
     first_source = len(schedule.tensors)
     for row in range(len(table.copies)):
-        source = table.sources[int(table.copies["src"][row]) - first_source]
+        source = table.theirs[int(table.copies["src"][row]) - first_source]
         assert source.rank == table.peer[row]
         assert (
             plan.transfer_groups[int(table.transfer_group[row])].pp_stage
@@ -108,4 +108,4 @@ def test_a_rank_that_pulls_nothing_has_an_empty_table() -> None:
     schedule = schedule_of(TINY[0].plan(), "gen", 0)
     assert schedule.view is not None
     table = pull_table(replace(schedule, stages=()), replace(schedule.view.source_table(), stages=()))
-    assert [len(column) for column in (table.copies, table.sources, table.peer, table.stage)] == [0, 0, 0, 0]
+    assert [len(column) for column in (table.copies, table.theirs, table.peer, table.stage)] == [0, 0, 0, 0]

@@ -16,15 +16,15 @@ from .casts import itemsizes
 from .copy_table import Ints, distinct, expand_copies, repeat, strided_copies
 
 
-class Source(NamedTuple):
-    """A tensor that is read, and the training rank that holds it."""
+class PeerTensor(NamedTuple):
+    """A tensor of a peer."""
 
     rank: int
     tensor: str
 
 
 @dataclass(frozen=True, slots=True)
-class PullTable:
+class PeerTable:
     """Everything that a generation rank pulls, stage by stage in schedule order.
 
     In `copies` (dtype COPY) base indices below `len(Schedule.tensors)` are the rank's own tensors; the sources follow
@@ -32,7 +32,7 @@ class PullTable:
     """
 
     copies: NDArray[np.void]
-    sources: tuple[Source, ...]
+    theirs: tuple[PeerTensor, ...]
     peer: NDArray[np.int32]  # training rank
     stage: Ints  # index into Schedule.stages
     transfer_group: NDArray[np.int32]
@@ -40,7 +40,7 @@ class PullTable:
     number: Ints  # of the transfer among those from its peer
 
 
-def pull_table(schedule: Schedule, source_table: SourceTable) -> PullTable:
+def pull_table(schedule: Schedule, source_table: SourceTable) -> PeerTable:
     """The copies that bring `schedule.stages[i].recvs` from where `source_table.stages[i]` says they lie.
 
     Raises `BindError` where the two do not describe the same transfers of the same plan.
@@ -62,10 +62,10 @@ def pull_table(schedule: Schedule, source_table: SourceTable) -> PullTable:
     copies["src"], copies["dst"] = len(schedule.tensors) + source[transfer], recvs.tensor[transfer]
     copies["src_offset"] += (pulls.offset * itemsize)[transfer]
     copies["dst_offset"] += (recvs.offset * itemsize)[transfer]
-    sources = tuple(Source(key // count, source_table.tensors[key % count].name) for key in keys.tolist())
+    theirs = tuple(PeerTensor(key // count, source_table.tensors[key % count].name) for key in keys.tolist())
     group, member = pulls.transfer_group[transfer], pulls.member[transfer]
     number = numbers_by_peer(pulls.peer)[transfer]
-    return PullTable(copies, sources, pulls.peer[transfer], stage[transfer], group, member, number)
+    return PeerTable(copies, theirs, pulls.peer[transfer], stage[transfer], group, member, number)
 
 
 def numbers_by_peer(peer: NDArray[np.int32]) -> Ints:
