@@ -53,7 +53,7 @@ def refit(number: int, address: str, plan: Plan) -> int:
     """Rank `number`, training ranks first; returns how many refits it has run."""
     for name in ("cuda", "cuda.bindings", "cuda.core"):  # of this process alone
         sys.modules[name] = MagicMock()
-    from mcore_reshard.kernels.transports.direct import executor
+    from mcore_reshard.kernels.transports.direct import ends
     from mcore_reshard.kernels.transports.direct.peer_signals import PeerSignals
     from mcore_reshard.kernels.transports.direct.staging import parted
 
@@ -62,7 +62,7 @@ def refit(number: int, address: str, plan: Plan) -> int:
     schedule = schedule_of(plan, world, rank)  # type: ignore[arg-type]
     bound: Any = SimpleNamespace(schedule=schedule, rank_name=schedule.name, nbytes=1)
     signals = PeerSignals(store_of(address).under("direct"), bound, 10.0)
-    kind: Any = executor._Source if world == "train" else executor._Reader
+    kind: Any = ends.Source if world == "train" else ends.Reader
     end = kind.__new__(kind)
     end._signals, end._bound, end._device, end._not_done, end._read = signals, bound, None, None, {}
     end._slots = Slots(signals, set(parted(schedule)[1].peers), sends=world == "train")

@@ -3,53 +3,24 @@
 Training ranks export their allocations once. Each generation rank maps what it needs, also once (see `kept`), and in each
 refit pulls everything with one kernel launch, beside which a copy engine takes large copies (see `pull`). It takes from
 all stages and sources. The order differs from receiver to receiver, so that no source has to serve all of them at once.
-
-Each pair of ranks orders its reads by signals of 16 bytes, over CPU connections of their own, and by one IPC event:
-
-    source    READY: all that it had queued is done                        returns when the events have happened
-    reader                                           launches its kernel, records its event, STARTED          DONE
-
-A source that casts is READY for its readers once all casts are queued, since events make their GPUs wait; when they are done
-it says CAST. A reader on the GPU of one waits for that before its last pull. So no reader reads a source before it is ready,
-and the source may be overwritten as soon as its `run` returns. The source waits for DONE only if a pull takes long: when a
-reader dies its connection closes, but its event never happens.
-
-Weights that are cast on the way go first, through slots at their source: see `staging` and `slots`.
+The signals by which both ends keep order: see `ends`.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import partial
-
-import numpy as np
-import torch
-from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule
-from mcore_reshard.kernels.copies.copy_table import ends_of
-from mcore_reshard.kernels.copies.peer_table import pull_table
 from mcore_reshard.kernels.copies.read_back import Executed
-from mcore_reshard.kernels.copies.tensors import gpu_of
-from mcore_reshard.kernels.cuda.copy_kernel import KernelShape, own_gpu_shape
-from mcore_reshard.kernels.cuda.device_memory import is_plain
-from mcore_reshard.kernels.cuda.executed_tiles import PlacedCopies, tile_problems
-from mcore_reshard.kernels.cuda.ipc import Export, export_event, open_event, withdraw_event
-from mcore_reshard.kernels.errors import ChecksumError, DeadlineError, SessionError, TransferError
+from mcore_reshard.kernels.errors import SessionError
 from mcore_reshard.kernels.options import DEFAULT_SCRATCH_BYTES
-from mcore_reshard.kernels.rendezvous.polling import CLOSE_S, EventPoller
 from mcore_reshard.kernels.rendezvous.store_keys import StoreKeys
 from mcore_reshard.kernels.transports.base import StageReport
 from mcore_reshard.kernels.transports.kept import Kept
 
-from .peer_signals import PeerSignals, Signal
-from .pull import DirectOptions, Pull, read_by_engine
-from .shared_memory import fetch_exports, share_memory
-from .slots import SlotReader, SlotSource
-from .staging import parted
+from .ends import Reader, Source
+from .peer_signals import PeerSignals
+from .pull import DirectOptions
 
 
 class DirectExecutor:
@@ -79,12 +50,12 @@ class DirectExecutor:
         self._runs = 0
         self._closed = False
         self._signals = PeerSignals(store, bound, timeout_s)
-        self._end: _Source | _Reader
+        self._end: Source | Reader
         try:
             if bound.schedule.world == "train":
-                self._end = _Source(bound, self._signals, scratch_bytes, kept)
+                self._end = Source(bound, self._signals, scratch_bytes, kept)
             else:
-                self._end = _Reader(bound, self._signals, options, kept)
+                self._end = Reader(bound, self._signals, options, kept)
         except BaseException:
             self._signals.close()
             if self._own_kept is not None:
@@ -125,206 +96,3 @@ class DirectExecutor:
         self._end.close()
         if self._own_kept is not None:
             self._own_kept.close()
-
-
-class _Source:
-    """A training rank: others read its memory, and it waits until they have."""
-
-    written_bytes = 0
-
-    def __init__(self, bound: BoundSchedule, signals: PeerSignals, scratch_bytes: int, kept: Kept) -> None:
-        self._device = bound.device or torch.device("cuda", torch.cuda.current_device())
-        self._signals = signals
-        self._settling = _EventWait(signals, "what was queued before the refit")
-        self._reading = _EventWait(signals, "the pull")
-        self._not_done: int | None = None  # the run whose DONE has not been received yet
-        share_memory(signals, kept, bound.by_name)
-        parse = partial(open_event, device=self._device)
-        self._read = {peer: signals.fetch(peer, parse) for peer in signals.peers}  # happened: the last pull has ended
-        plain, cast = parted(bound.schedule)
-        self._slots = SlotSource(bound, cast, signals, scratch_bytes)
-        self.executed = Executed(
-            bound, buckets=self._slots.buckets, exposed=plain, device_problems=tuple(self._slots.problems)
-        )
-        self.scratch_bytes, self.table_bytes = self._slots.scratch_bytes, self._slots.table_bytes
-
-    def run(self, run: int) -> None:
-        self._hear_done()  # of the run before: it came long ago
-        self._slots.rounds(run)
-        stream = self._slots.stream or torch.cuda.current_stream(self._device)
-        readers = self._slots.readers  # their GPUs wait for this one's casts
-        self._signals.tell(run, Signal.READY, readers)
-        self._settling.wait(dict.fromkeys(self._signals.peers, stream.record_event()), self._slots.began)
-        # READY before CAST: a reader takes CAST only after READY of all its sources, and a signal is sent once it is taken.
-        self._signals.tell(run, Signal.READY, self._signals.peers.keys() - readers)
-        self._signals.tell(run, Signal.CAST, readers)
-        self._signals.hear(run, Signal.STARTED)
-        self._not_done = run
-        self._reading.wait(self._read, self._slots.began, when_late=self._hear_done)
-
-    def _hear_done(self) -> None:
-        run, self._not_done = self._not_done, None
-        if run is not None:
-            self._signals.hear(run, Signal.DONE)
-
-    def close(self) -> None:
-        self._read.clear()
-        self._slots.close()
-
-
-class _Reader:
-    """A generation rank: its kernel, and the mappings that the kernel reads."""
-
-    scratch_bytes = 0
-    written_bytes = 0  # all, once something is queued: the GPU does not say how far it is
-
-    def __init__(self, bound: BoundSchedule, signals: PeerSignals, options: DirectOptions, kept: Kept) -> None:
-        schedule = bound.schedule
-        plain, cast = parted(schedule)
-        assert plain.view is not None
-        self._bound = bound
-        self._signals = signals
-        self._pulling = _EventWait(signals, "the pull")
-        self._table = pull_table(plain, plain.view.source_table())
-        device = self._device = bound.device or torch.device("cuda", torch.cuda.current_device())
-        # torch hands out 32 streams in turn, so that these two differ.
-        self._stream, engine_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._pulled = torch.cuda.Event(interprocess=True)
-        signals.publish(export_event(self._pulled, device))
-        self._mappings, self._slot_mappings = kept.mappings(device), kept.mappings(device, stay=False)
-        if not all(map(is_plain, bound.tensors)):  # in virtual memory a row may go through several allocations
-            options = replace(options, engine_share=0.0)
-        try:
-            self._slots = SlotReader(bound, cast, signals, self._slot_mappings, self._stream, engine_stream, options)
-            exports = fetch_exports(signals, kept)
-            addresses = self._addresses(exports)
-            gpus = {rank: {block.gpu for block in exported.allocations} for rank, exported in exports.items()}
-            sources = {gpu for of_rank in gpus.values() for gpu in of_rank}
-            # Tile by tile in a relay: two replicas that meet at a source for long are both slow. Also with a source on
-            # the reader's own GPU: its tiles are copied while the links are busy.
-            own_gpu = sources == {gpu_of(device)}
-            by_tile = schedule.relayed or schedule.between_replicas or gpu_of(device) in sources
-            # Half the CTAs on the first hop of a relay: its loads hold up the second hop's. Into each of three H200s,
-            # from the trainer and the other two at once: 332 GB/s with 24 and 48 CTAs, 302 with 48 each.
-            shape = options.shape or (own_gpu_shape(device) if own_gpu else KernelShape())
-            if schedule.relayed:
-                shape = replace(shape, ctas=-(-shape.ctas // 2))
-            self._copies = Pull(
-                self._table.copies, addresses, device, shape, options,
-                source=self._table.peer, by_engine=read_by_engine(schedule, gpus, device, options),
-                first=schedule.rank, together=1 if by_tile else None, own_gpu=own_gpu, engine_stream=engine_stream,
-            )  # fmt: skip
-        except BaseException:
-            withdraw_event(self._pulled)
-            self._mappings.close()
-            self._slot_mappings.close()
-            raise
-        self.table_bytes = self._copies.nbytes + self._slots.table_bytes
-        problems = tile_problems(
-            self._copies.read_back(), PlacedCopies.of(self._table.copies, addresses), self._parameter_of
-        )
-        self.executed = Executed(
-            bound,
-            buckets=self._slots.buckets,
-            reaches=self._table,
-            device_problems=(*problems, *self._slots.problems),
-        )
-
-    def run(self, run: int) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        self._slots.rounds(run, self._note_writes)
-        self._signals.hear(run, Signal.READY)
-        shares_gpu = self._slots.shares_gpu
-        if shares_gpu:  # a pull that waits on the GPU takes turns there from those who cast
-            self._signals.hear(run, Signal.CAST, self._slots.sources)
-        self._slots.await_casts()
-        self._note_writes()
-        begin = self._slots.began or time.monotonic()
-        self._copies.launch(self._stream)
-        self._pulled.record(self._stream)
-        self._signals.tell(run, Signal.STARTED)
-        if not shares_gpu:  # heard only now; a source that has died is named at once
-            self._signals.hear(run, Signal.CAST, self._slots.sources)
-        self._pulling.wait(dict.fromkeys(self._signals.peers, self._pulled), begin)
-        self._signals.tell_last(run, Signal.DONE)
-        self._check_sums()
-        self._slots.check_sums()
-
-    def close(self) -> None:
-        """Unmap the sources. A source that died while it cast leaves a wait on the GPU: its memory then stays mapped."""
-        withdraw_event(self._pulled)
-        self._slots.close()
-        is_read = not EventPoller(CLOSE_S).until(self._stream.query)
-        for mappings in (self._mappings, self._slot_mappings):
-            mappings.close(is_read=is_read)
-
-    def _note_writes(self) -> None:
-        self.written_bytes = self._bound.nbytes
-
-    def _addresses(self, exports: dict[int, Export]) -> NDArray[np.uint64]:
-        """Where each base of the table's copies begins: own tensors, then sources."""
-        own = [tensor.data_ptr() for tensor in self._bound.tensors]
-        theirs = np.zeros(len(self._table.theirs), np.uint64)
-        ranks = np.array([source.rank for source in self._table.theirs])
-        read = np.isin(np.arange(len(theirs)) + len(own), self._table.copies["src"])  # not: empty tensors
-        ends = np.zeros(len(own) + len(theirs), np.int64)
-        np.maximum.at(ends, self._table.copies["src"], ends_of(self._table.copies, "src"))
-        for rank, exported in exports.items():
-            rows = np.flatnonzero((ranks == rank) & read)
-            names = [self._table.theirs[row].tensor for row in rows.tolist()]
-            owner = self._bound.schedule.name_of("train", rank)
-            for name, end in zip(names, ends[rows + len(own)].tolist(), strict=True):
-                if end > exported.bytes_from(name):  # the GPU would read beyond what is mapped
-                    raise SessionError(f"{owner} exports {name} with {exported.bytes_from(name)} bytes, {end} are read")
-            theirs[rows] = self._mappings.addresses(exported, names, owner)
-        return np.concatenate([np.array(own, np.uint64), theirs])
-
-    def _check_sums(self) -> None:
-        table = self._table
-        for copy in self._copies.damaged().tolist():
-            stage = self._bound.stages[int(table.stage[copy])].pp_stage
-            peer = self._signals.peers[int(table.peer[copy])]
-            waiting = replace(peer, stage=stage, parameter=self._parameter_of(copy))
-            raise ChecksumError(waiting, "other bytes were written than were read")
-
-    def _parameter_of(self, copy: int) -> str:
-        table = self._table
-        return self._bound.schedule.parameter_name(int(table.transfer_group[copy]), int(table.member[copy]))
-
-
-class _EventWait:
-    """Waits for one event of each peer, again in every refit."""
-
-    def __init__(self, signals: PeerSignals, what: str) -> None:
-        self._signals = signals
-        self._what = what
-        self._poller = EventPoller(signals.timeout_s)
-
-    def wait(
-        self,
-        events: Mapping[int, torch.cuda.Event],
-        begin: float | None = None,
-        when_late: Callable[[], None] | None = None,
-    ) -> None:
-        """Raises `DeadlineError`, or the GPU's error. Calls `when_late` after twice the fastest time: a peer may be dead.
-
-        `begin` (`time.monotonic`) is when this rank began to queue the work, which may take it long, and not always equally
-        long; None: now.
-        """
-        left = deque(events.items())
-
-        def all_have_happened() -> bool:
-            try:
-                while left and left[0][1].query():
-                    left.popleft()
-            except RuntimeError as error:
-                raise TransferError(self._signals.peers[left[0][0]], f"the GPU reports: {error}") from error
-            return not left
-
-        def look(waited_s: float) -> None:
-            if when_late is not None and waited_s > 2 * self._poller.fastest_s:
-                when_late()
-
-        if not self._poller.until(all_have_happened, look=look, since=begin):
-            late = self._signals.peers[left[0][0]]
-            raise DeadlineError(late, f"{self._what} did not end within {self._signals.timeout_s:g} s")
