@@ -59,7 +59,7 @@ def puller(train: BoundSchedule, gen: BoundSchedule) -> Callable[[], None]:
 
     assert gen.schedule.view is not None and gen.device is not None
     table = pull_table(gen.schedule, gen.schedule.view.source_table())
-    sources = [train.by_name[source.tensor] for source in table.sources]
+    sources = [train.by_name[source.tensor] for source in table.theirs]
     first = gen.tensors[0].view(torch.uint8).view(-1)[:1]  # torch enables access, either way, with the first copy
     first.copy_(sources[0].view(torch.uint8).view(-1)[:1])
     sources[0].view(torch.uint8).view(-1)[:1].copy_(first)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
+End = Literal["src", "dst"]
 
 SCRATCH = -1  # base index of the bucket: interpreters append it after the tensors, so that -1 indexes it
 OUTER_DIMS = 3

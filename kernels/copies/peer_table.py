@@ -1,9 +1,13 @@
-"""One table of copies for all pulls of a generation rank, from its sources' tensors into its own."""
+"""One table of copies between a rank's own tensors and those of its peers, which the rank runs alone.
+
+a pull    from the tensors of training ranks, or of other replicas, into the own ones
+a push    from the own tensors into the same ones of other replicas
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +17,7 @@ from mcore_reshard.kernels.errors import BindError
 from mcore_reshard.planner.plan.schedule import Schedule, SourceTable, TransferTable
 
 from .casts import itemsizes
-from .copy_table import Ints, distinct, expand_copies, repeat, strided_copies
+from .copy_table import End, Ints, distinct, expand_copies, repeat, strided_copies
 
 
 class PeerTensor(NamedTuple):
@@ -25,19 +29,25 @@ class PeerTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PeerTable:
-    """Everything that a generation rank pulls, stage by stage in schedule order.
+    """Everything that a rank pulls, or pushes, stage by stage in schedule order.
 
-    In `copies` (dtype COPY) base indices below `len(Schedule.tensors)` are the rank's own tensors; the sources follow
+    In `copies` (dtype COPY) base indices below `len(Schedule.tensors)` are the rank's own tensors; those of peers follow
     them. The other columns have a row for each copy.
     """
 
+    here: End  # the rank's own end: "dst" of pulls, "src" of pushes
     copies: NDArray[np.void]
     theirs: tuple[PeerTensor, ...]
-    peer: NDArray[np.int32]  # training rank
+    peer: NDArray[np.int32]  # rank in the other world
     stage: Ints  # index into Schedule.stages
     transfer_group: NDArray[np.int32]
     member: NDArray[np.int32]
-    number: Ints  # of the transfer among those from its peer
+    number: Ints  # of the transfer among those with its peer
+    transfer: Ints  # the same among all: its row in `joined_transfers`
+
+    @property
+    def there(self) -> End:
+        return "src" if self.here == "dst" else "dst"
 
 
 def pull_table(schedule: Schedule, source_table: SourceTable) -> PeerTable:
@@ -47,7 +57,7 @@ def pull_table(schedule: Schedule, source_table: SourceTable) -> PeerTable:
     """
     if problems := _disagreements(schedule, source_table):
         raise BindError(schedule.name, problems)
-    recvs, pulls = _joined([stage.recvs for stage in schedule.stages]), _joined(source_table.stages)
+    recvs, pulls = joined_transfers([stage.recvs for stage in schedule.stages]), joined_transfers(source_table.stages)
     stage, _ = repeat(np.array([len(table) for table in source_table.stages], np.int64))
     itemsize = itemsizes(schedule)[recvs.tensor]
 
@@ -65,7 +75,19 @@ def pull_table(schedule: Schedule, source_table: SourceTable) -> PeerTable:
     theirs = tuple(PeerTensor(key // count, source_table.tensors[key % count].name) for key in keys.tolist())
     group, member = pulls.transfer_group[transfer], pulls.member[transfer]
     number = numbers_by_peer(pulls.peer)[transfer]
-    return PeerTable(copies, theirs, pulls.peer[transfer], stage[transfer], group, member, number)
+    return PeerTable("dst", copies, theirs, pulls.peer[transfer], stage[transfer], group, member, number, transfer)
+
+
+def push_table(schedule: Schedule) -> PeerTable:
+    """The copies that bring `schedule.stages[i].sends` to other replicas, which have the same tensors."""
+    sends = schedule.tables
+    elsewhere = SourceTable(schedule.rank, schedule.digest, schedule.tensors, schedule.strided_boxes, tuple(sends))
+    stages = tuple(replace(stage, sends=stage.recvs, recvs=stage.sends) for stage in schedule.stages)
+    pulls = pull_table(replace(schedule, stages=stages), elsewhere)
+    copies = pulls.copies.copy()
+    for column in ("", "_offset", "_strides"):
+        copies[f"src{column}"], copies[f"dst{column}"] = pulls.copies[f"dst{column}"], pulls.copies[f"src{column}"]
+    return replace(pulls, here="src", copies=copies)
 
 
 def numbers_by_peer(peer: NDArray[np.int32]) -> Ints:
@@ -77,7 +99,8 @@ def numbers_by_peer(peer: NDArray[np.int32]) -> Ints:
     return numbers
 
 
-def _joined(tables: Sequence[TransferTable]) -> TransferTable:
+def joined_transfers(tables: Sequence[TransferTable]) -> TransferTable:
+    """The transfers of all stages, in order."""
     none = np.empty(0, np.int32)  # there may be no tables
     columns = ([none, *(getattr(table, column.name) for table in tables)] for column in fields(TransferTable))
     return TransferTable(*map(np.concatenate, columns))

@@ -1,14 +1,13 @@
 """Read the tables of an executor back: which element of which parameter is at which place of a message.
 
 A row that is exchanged, shifted, dropped, doubled, strided otherwise or sent elsewhere changes the sums of its own end
-(see `box_sums`). Where a reader pulls, the source's tensor takes the place of the message.
+(see `box_sums`). Where a rank pulls or pushes, the tensor of its peer takes the place of the message.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,24 +21,23 @@ from .bind import BoundSchedule
 from .box_sums import IN_MESSAGE, IN_PARAMETER, Base, Weights, box_sum, mixed, number_of, times
 from .buckets import Bucket
 from .casts import bound_casts, copies_across_bands
-from .copy_table import SCRATCH, Ints, joined
+from .copy_table import SCRATCH, End, Ints, joined
 from .peer_table import PeerTable, numbers_by_peer
 from .places import Boxes, Dim, Places, boxes_of_copies, boxes_of_rows, find_places, region_dims
 from .tiling import Coverage, coverage
 
-End = Literal["src", "dst"]
 _DTYPES = {dtype: number for number, dtype in enumerate(ITEMSIZE)}
 _SHOWN = 5  # problems of one kind that are listed
 
 
 @dataclass(frozen=True, slots=True)
 class Executed:
-    """The host's copy of the tables that one executor runs, or the rows that others read."""
+    """The host's copy of the tables that one executor runs, or the rows that others read or write."""
 
     bound: BoundSchedule
     buckets: tuple[Bucket, ...] = ()
-    reaches: PeerTable | None = None  # what this rank reads at its peers
-    exposed: Schedule | None = None  # the part that peers read where it lies
+    reaches: PeerTable | None = None  # what this rank reads or writes at its peers
+    exposed: Schedule | None = None  # the part that peers read or write where it lies
     wave: int = 0  # of a relay
     device_problems: tuple[str, ...] = ()  # of the tables on a device, when they were read back from there
 
@@ -82,9 +80,9 @@ class TableReader:
         if executed.buckets:
             written.append(self._read_buckets(executed.buckets))
         if executed.reaches is not None:
-            written.append(self._read_pulls(executed.reaches))
+            written.append(self._read_reaches(executed.reaches))
         if executed.exposed is not None:
-            self._read_rows(executed.exposed)
+            written += self._read_rows(executed.exposed)
         if schedule.world == "train":
             written = []
         return coverage([boxes for boxes in written if boxes is not None], len(schedule.tensors))
@@ -110,33 +108,35 @@ class TableReader:
                 self._compare_with_rows(boxes, peer, stage)
         return boxes
 
-    def _read_pulls(self, pulls: PeerTable) -> Boxes | None:
-        copies, schedule = pulls.copies, self._schedule
-        source = copies["src"].astype(np.int64) - len(schedule.tensors)
-        ranks = np.array([each.rank for each in pulls.theirs], np.int64)
-        is_foreign = (source < 0) | (source >= len(ranks))
-        is_foreign[~is_foreign] = ranks[source[~is_foreign]] != pulls.peer[~is_foreign]
-        claimed = np.stack([pulls.transfer_group, pulls.member], axis=1).astype(np.int64)
-        boxes = self._boxes(copies, "dst", is_foreign, lambda row: schedule.parameter_name(*claimed[row].tolist()))
+    def _read_reaches(self, table: PeerTable) -> Boxes | None:
+        copies, schedule = table.copies, self._schedule
+        theirs = copies[table.there].astype(np.int64) - len(schedule.tensors)
+        ranks = np.array([each.rank for each in table.theirs], np.int64)
+        is_foreign = (theirs < 0) | (theirs >= len(ranks))
+        is_foreign[~is_foreign] = ranks[theirs[~is_foreign]] != table.peer[~is_foreign]
+        claimed = np.stack([table.transfer_group, table.member], axis=1).astype(np.int64)
+        boxes = self._boxes(copies, table.here, is_foreign, lambda row: schedule.parameter_name(*claimed[row].tolist()))
         if boxes is not None:
-            keys = np.array([number_of(each.tensor) for each in pulls.theirs], np.uint64)[source]
-            other = times(mixed(pulls.stage, pulls.number, *claimed.T, *self._full_place(len(copies))), keys)
-            self._enter(boxes, pulls.peer.astype(np.int64), pulls.stage, other, claimed)
+            keys = np.array([number_of(each.tensor) for each in table.theirs], np.uint64)[theirs]
+            other = times(mixed(table.stage, table.number, *claimed.T, *self._full_place(len(copies))), keys)
+            self._enter(boxes, table.peer.astype(np.int64), table.stage, other, claimed)
         return boxes
 
-    def _read_rows(self, schedule: Schedule) -> None:
-        """The part that readers read where it lies, in the order of its transfers."""
-        tables = [stage.sends for stage in schedule.stages]
-        numbers = numbers_by_peer(np.concatenate([np.zeros(0, np.int32), *(table.peer for table in tables)]))
-        firsts = np.cumsum([0, *map(len, tables)])
+    def _read_rows(self, schedule: Schedule) -> list[Boxes]:
+        """The part that peers read or write where it lies, in the order of its transfers."""
+        numbers = numbers_by_peer(np.concatenate([np.zeros(0, np.int32), *(table.peer for table in schedule.tables)]))
+        firsts = np.cumsum([0, *map(len, schedule.tables)])
         names = np.array([number_of(local.name) for local in schedule.tensors], np.uint64)
-        for stage, table in enumerate(tables):
+        read = []
+        for stage, table in enumerate(schedule.tables):
             number = numbers[firsts[stage] :][: len(table)][table.nbytes > 0]
             table = table.rows(table.nbytes > 0)
             boxes, stages = boxes_of_rows(schedule, table), np.full(len(table), stage)
             claimed = np.stack([table.transfer_group, table.member], axis=1).astype(np.int64)
             other = mixed(stages, number, *claimed.T, *self._full_place(len(table)))
             self._enter(boxes, table.peer.astype(np.int64), stages, times(other, names[boxes.tensor]), claimed)
+            read.append(boxes)
+        return read
 
     def _full_place(self, count: int) -> tuple[Ints, Ints]:
         wave, program = self._place

@@ -50,10 +50,11 @@ class GlooMessage:
         self._work: torch.distributed.Work | None = work  # in no local variable: an error's traceback would keep it
         self._waiting = waiting
 
-    def wait(self) -> None:
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait for the message, by default as long as the group does. A wait that is overdue closes the connection."""
         if self._work is None:
             raise _closed_here(self._waiting)
-        timeout_s = self._group.timeout_s
+        timeout_s = self._group.timeout_s if timeout_s is None else timeout_s
         start = time.monotonic()
         try:
             self._work.wait(timedelta(seconds=timeout_s))

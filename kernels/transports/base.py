@@ -5,15 +5,17 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.copies.buckets import Bucket
 from mcore_reshard.kernels.copies.read_back import Executed
+from mcore_reshard.kernels.cuda.streams import in_callers_context
 from mcore_reshard.kernels.host import is_importable
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
@@ -23,6 +25,8 @@ from mcore_reshard.planner.plan.schedule import Schedule
 from .group_ranks import group_names, group_rank
 from .kept import Kept
 from .nccl.shared_gpus import SharedGpus
+
+C = TypeVar("C")
 
 _MODULES = {"nccl4py": "nccl", "cuda-core": "cuda.core", "cuda-bindings": "cuda.bindings"}
 
@@ -140,6 +144,25 @@ def connect_all(executors: Iterable[Executor]) -> list[Executor]:
         close_all(connected)
         raise
     return connected
+
+
+def connect_together(connects: Sequence[Callable[[], C]], device: torch.device | None) -> list[C]:
+    """What these make at the same time, each on a thread of its own. If one fails, its error; the others are closed."""
+    threads = ThreadPoolExecutor(len(connects), thread_name_prefix="relay")
+    made = [threads.submit(in_callers_context(connect, device)) for connect in connects]
+    threads.shutdown(wait=False)
+    ended, _ = wait(made, return_when=FIRST_EXCEPTION)
+    failures = [error for each in ended if (error := each.exception()) is not None]
+    if failures:  # at once: the other one may wait for its deadline
+        for each in made:
+            each.add_done_callback(_close)
+        raise failures[0]
+    return [each.result() for each in made]
+
+
+def _close(made: Future[Any]) -> None:
+    if made.exception() is None:
+        made.result().close()
 
 
 def close_all(parts: Sequence[Any]) -> None:

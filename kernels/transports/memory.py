@@ -28,11 +28,11 @@ from numpy.typing import NDArray
 from mcore_reshard.kernels.copies.buckets import Bucket, cut_buckets
 from mcore_reshard.kernels.copies.casts import bound_casts, itemsizes
 from mcore_reshard.kernels.copies.copy_table import Ints, joined
-from mcore_reshard.kernels.copies.peer_table import pull_table
+from mcore_reshard.kernels.copies.peer_table import PeerTable, pull_table, push_table
 from mcore_reshard.kernels.copies.strata import strata_of
 from mcore_reshard.kernels.cuda.cast_tiles import cut_gather, scale_blocks
 from mcore_reshard.kernels.cuda.engine_rows import ENGINE_SHARE, divided
-from mcore_reshard.kernels.cuda.tiles import DEFAULT_TILE_BYTES, table_bytes
+from mcore_reshard.kernels.cuda.tiles import DEFAULT_TILE_BYTES, cut_tiles, table_bytes
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.planner.plan.paths import NIC
@@ -106,8 +106,9 @@ def session_memory(
         for world in worlds
     }
     by_transport: dict[str, _Counted] = {}
+    pushes = len(plan.later_hops) == 1
     if "direct" in transports:
-        by_transport["direct"] = _direct(_each(ranks, lambda rank: rank.hops), alike, options, topology)
+        by_transport["direct"] = _direct(_each(ranks, lambda rank: rank.hops), alike, options, topology, pushes=pushes)
     if "nccl" in transports:
         domains = None if topology is None else shared_gpus(plan, topology, "nccl").cells
         by_transport["nccl"] = _nccl(_each(ranks, lambda rank: rank.hops), alike, options, domains, plan.waves)
@@ -115,7 +116,7 @@ def session_memory(
         by_transport["gloo"] = _each(ranks, lambda rank: RankMemory(scratch=_gloo_scratch(rank, options)))
     if "auto" in transports and topology is not None:
         joined, shared = joined_hops(plan, topology, "auto"), shared_gpus(plan, topology, "auto")
-        by_transport["auto"] = _auto(ranks, alike, options, topology, shared, joined, plan.waves)
+        by_transport["auto"] = _auto(ranks, alike, options, topology, shared, joined, plan.waves, pushes=pushes)
     staging = {rank: _tensor_bytes(each.schedule) for rank, each in ranks["gen"].items()}
     return SessionMemory(
         {
@@ -191,8 +192,13 @@ def _direct(
     alike: _Alike,
     options: Options,
     topology: Topology | None,
+    *,
+    pushes: bool,
 ) -> _Counted:
-    """`schedules` has the hops of each rank that is counted. Without a topology, each rank has a GPU of its own."""
+    """`schedules` has the hops of each rank that is counted. Without a topology, each rank has a GPU of its own.
+
+    Replicas push what they pass on, or pull it from each other.
+    """
     parts = {rank: parted(hops[0])[1] for rank, hops in schedules["train"].items()}
     slot_buckets = {  # bytes, of each training rank that casts
         rank: bucket_bytes_within(options.scratch_bytes, len(part.peers), SLOTS)
@@ -205,13 +211,21 @@ def _direct(
         slots, buckets = divide_slots(parts[rank], options.scratch_bytes)
         tables = _casting_bytes(schedule, in_rounds(buckets))
         train[rank] = replace(_of_trainer(schedule, options), tables=tables, scratch=SLOTS * slots.slot_bytes)
-    gen = {
-        rank: RankMemory(
-            tables=sum(_pull_bytes(hop, bucket_bytes, options, topology) for hop in hops if hop.world == "gen")
-        )
-        for rank, hops in schedules["gen"].items()
-    }
+    gen = {}
+    for rank, (first, *later) in schedules["gen"].items():
+        tables = _pull_bytes(first, bucket_bytes, options, topology)
+        for hop in later:
+            if pushes and hop.world == "train":
+                tables += _tile_bytes(push_table(hop), options)
+            elif not pushes and hop.world == "gen":
+                tables += _pull_bytes(hop, bucket_bytes, options, topology)
+        gen[rank] = RankMemory(tables=tables)
     return {"train": train, "gen": gen}
+
+
+def _tile_bytes(table: PeerTable, options: Options) -> int:
+    bases = np.zeros(1 + int(max(table.copies["src"].max(initial=0), table.copies["dst"].max(initial=0))), np.uint64)
+    return table_bytes(cut_tiles(table.copies, bases, DEFAULT_TILE_BYTES), checksums=options.checksums)
 
 
 def _pull_bytes(
@@ -335,8 +349,13 @@ def _auto(
     shared: SharedGpus,
     joined: int,
     waves: int,
+    *,
+    pushes: bool,
 ) -> _Counted:
-    """Pairs of a domain by direct, the others by nccl, and so do replicas in so many `joined` hops."""
+    """Pairs of a domain by direct, the others by nccl, and so do replicas in so many `joined` hops.
+
+    Replicas may push if all pairs are of one domain.
+    """
     domains = {world: topology.domains(world) for world in ranks}
 
     def parts(rank: _Rank, *, near: bool) -> Schedule:
@@ -357,7 +376,8 @@ def _auto(
         }
         for near in (True, False)
     )
-    counted = _direct(by_direct, alike, options, topology)
+    any_far = any(end.peers for of_world in by_nccl.values() for ends in of_world.values() for end in ends)
+    counted = _direct(by_direct, alike, options, topology, pushes=pushes and not any_far)
     for world, of_world in _nccl(by_nccl, alike, options, shared.cells, waves, shared).items():
         for rank, held in of_world.items():
             direct = counted[world][rank]

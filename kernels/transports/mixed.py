@@ -48,6 +48,8 @@ def connect_by_pair(context: TransportContext, direct: Way, nccl: Way) -> Execut
     if far and reach.nccl_unavailable_reason:
         some = _some({pair.named(context.bound.schedule): why for pair, why in far.items()})
         raise TransportUnavailable(f"{some}, and nccl cannot take their place: {reach.nccl_unavailable_reason}")
+    if not far and joined == 0 and direct.transport.connect is not None:
+        return direct.transport.connect(replace(context, store=FailFastStore(direct.transport.name, context.store)))
     context = replace(context, shared=_shared_gpus(reach, far, context.bound.schedule.train_ranks, joins=bool(joined)))
     near = not far or any(not pair.hop and why is None for pair, why in reasons.items())
     ways = [(way, is_far) for way, is_far, is_used in ((direct, False, near), (nccl, True, bool(far))) if is_used]

@@ -105,7 +105,7 @@ def reach_of_all(
         else:
             reason = (
                 source_seat.unavailable_reason
-                or direct_unavailable_reason
+                or (own_seat.unavailable_reason if pair.relays else direct_unavailable_reason)  # replicas write, too
                 or _distance(source_seat, own_seat, bound.device)
             )
         found[pair.hop, reason] = found.get((pair.hop, reason), 0) | 1 << pair.src

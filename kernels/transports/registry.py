@@ -82,7 +82,7 @@ def _unavailable_reason(transport: Transport, device: str) -> str | None:
     return transport.unavailable_reason()
 
 
-def _connect_direct(context: TransportContext) -> Executor:
+def _connect_direct(context: TransportContext, *, passes_on: bool = False) -> Executor:
     from mcore_reshard.kernels.cuda.copy_kernel import KernelShape  # these need CUDA's Python packages
 
     from .direct.executor import DirectExecutor
@@ -97,7 +97,18 @@ def _connect_direct(context: TransportContext) -> Executor:
         scratch_bytes=options.scratch_bytes,
         options=DirectOptions(shape, checksums=options.checksums),
         kept=context.kept,
+        passes_on=passes_on,
     )
+
+
+def _connect_whole(context: TransportContext) -> Executor:
+    """Connect the direct executor of a plan whose ranks are all within reach of each other."""
+    schedule = context.bound.schedule
+    if len(schedule.later_hops) < 2:
+        return _connect_direct(context, passes_on=schedule.relayed)
+    return connect_relayed(
+        _direct_parts, _direct_parts, context
+    )  # the second hop begins when others have pushed the first
 
 
 def _connect_nccl(context: TransportContext, parts: Sequence[Sequence[BoundSchedule]]) -> Sequence[Executor]:
@@ -117,7 +128,7 @@ _DIRECT = Transport(
     devices=frozenset({"cuda"}),
     reach="GPUs of one host that can access each other's memory",  # which ones shows when it connects
     unavailable_reason=partial(gpu_unavailable_reason, "cuda-core", "cuda-bindings"),
-    connect=partial(connect_relayed, _direct_parts, _direct_parts),
+    connect=_connect_whole,
 )
 _NCCL = Transport(
     name="nccl",

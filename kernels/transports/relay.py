@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import Condition
@@ -31,7 +31,16 @@ from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
 from mcore_reshard.kernels.rendezvous.store_keys import FailFastStore
 from mcore_reshard.planner.plan.schedule import Relay, Schedule
 
-from .base import Executor, StageReport, TransportContext, close_all, connect_all, connect_group, merge_reports
+from .base import (
+    Executor,
+    StageReport,
+    TransportContext,
+    close_all,
+    connect_all,
+    connect_group,
+    connect_together,
+    merge_reports,
+)
 from .rounds import in_parts
 
 Connect = Callable[[TransportContext], Executor]
@@ -237,24 +246,9 @@ def _connect_roles(
     connect: ConnectParts, context: TransportContext, hop: int, ends: Sequence[Sequence[Schedule]]
 ) -> list[Role]:
     """Connect both roles of a hop at the same time: each waits for the opposite roles of other ranks."""
-    threads = ThreadPoolExecutor(len(ends), thread_name_prefix="relay")
-    roles = [
-        threads.submit(in_callers_context(partial(_connect_role, connect, context, hop, waves), context.bound.device))
-        for waves in ends
-    ]
-    threads.shutdown(wait=False)
-    ended, _ = wait(roles, return_when=FIRST_EXCEPTION)
-    failures = [error for role in ended if (error := role.exception()) is not None]
-    if failures:  # at once: the other role may wait for its deadline
-        for role in roles:
-            role.add_done_callback(_close)
-        raise failures[0]
-    return [role.result() for role in roles]
-
-
-def _close(role: Future[Role]) -> None:
-    if role.exception() is None:
-        role.result().close()
+    return connect_together(
+        [partial(_connect_role, connect, context, hop, waves) for waves in ends], context.bound.device
+    )
 
 
 def _connect_role(connect: ConnectParts, context: TransportContext, hop: int, waves: Sequence[Schedule]) -> Role:

@@ -10,7 +10,8 @@ message begins when both its ranks have reached it.
     nccl     a run for each stream, rounds as in nccl/staging.py; the next one waits for the wire. Rounds have a wave from
              the trainer, and what is passed on of the waves before; over auto mostly what is passed on to other hosts
     gloo     one run of single messages, in a window of slots; those of two ranks pass one after another
-    direct   a reader pulls from source after source, or from all at once; a source waits until all have read
+    direct   a reader pulls from source after source, or from all at once; a source waits until all have read. Replicas of
+             one domain push what has landed, in waves of their own
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from numpy.typing import NDArray
 from mcore_reshard.kernels.copies.buckets import aligned, cut, pack
 from mcore_reshard.kernels.copies.copy_table import expand, repeat
 from mcore_reshard.kernels.options import Options
+from mcore_reshard.kernels.transports.direct.waves import waves_for
 from mcore_reshard.kernels.transports.nccl.shared_gpus import SharedGpus
 from mcore_reshard.kernels.transports.nccl.staging import (
     Division,
@@ -154,6 +156,9 @@ def script_of(plan: Plan, topology: Topology, transport: str, options: Options, 
     joined = joined_hops(plan, topology, transport)
     parts: list[_Part] = []
     together: dict[int, list[Traffic]] = {}  # over nccl, by wave: of the trainer, of replicas
+    is_near = transport == "direct" or all((domains[each.src] == domains[each.dst]).all() for each in hops)
+    if len(hops) == 2 and transport in ("direct", "auto") and is_near:
+        parts, hops = [*_pushed(plan, hops)], ()
     for hop, traffic in enumerate(hops):
         near = domains[traffic.src] == domains[traffic.dst]
         for wave in np.unique(traffic.wave).tolist():
@@ -174,10 +179,22 @@ def script_of(plan: Plan, topology: Topology, transport: str, options: Options, 
         divided = _nccl_buckets(of_part, options, ranks, members, on_gpus, kinds)
         parts.append(_Part(0, number, "nccl", *divided))
     merged = max(1, -(-sum(part.buckets.messages for part in parts) // most))
-    writer = _Writer(topology, merged, relayed=len(hops) > 1, joined=joined)
+    writer = _Writer(topology, merged, relayed=bool(plan.later_hops), joined=joined)
     for part in sorted(parts, key=lambda part: (part.wave + (joined if part.hop else 0), part.hop)):
         writer.add(part)
     return writer.script()
+
+
+def _pushed(plan: Plan, hops: Sequence[Traffic]) -> Iterator[_Part]:
+    """What replicas pull and push by direct, in waves of their own; those of all replicas are taken to be alike."""
+    ends = np.concatenate([traffic.dst for traffic in hops])
+    nbytes = [np.add.reduceat(each.shape_bytes[each.shape], each.first[:-1]) for each in hops]
+    waves = 1 if plan.casts else waves_for(int(np.bincount(ends, np.concatenate(nbytes), minlength=1).max()))
+    for wave in range(waves):
+        for traffic, whole in zip(hops, nbytes, strict=True):
+            own, part = np.arange(len(whole) + 1), whole * (wave + 1) // waves - whole * wave // waves
+            columns = traffic.src, traffic.dst, traffic.stage, np.full(len(whole), traffic.hop), own[:-1], own
+            yield _Part(traffic.hop, wave, "direct", PairBuckets(*columns, part))
 
 
 def _split(

@@ -113,11 +113,14 @@ def in_bucket(damage: Damage) -> Callable[[Executed], Executed]:
     return change
 
 
-def in_pulls(damage: Damage) -> Callable[[Executed], Executed]:
+def in_table(damage: Damage, here: str) -> Callable[[Executed], Executed]:
+    """The damage to what a rank pulls ("dst" is its own end), or to what it pushes ("src")."""
+
     def change(executed: Executed) -> Executed:
-        assert executed.reaches is not None
+        if executed.reaches is None or executed.reaches.here != here:
+            return executed
         copies = executed.reaches.copies.copy()
-        damage(copies, "dst")
+        damage(copies, here)
         return replace(executed, reaches=replace(executed.reaches, copies=copies))
 
     return change
@@ -133,7 +136,22 @@ def test_damaged_buckets_are_refused(damage: str, name: str, case: Case) -> None
 @pytest.mark.parametrize("case", [LLAMA, MOE, CAST], ids=str)
 @pytest.mark.parametrize("damage", TABLES)
 def test_damaged_pull_tables_are_refused(damage: str, case: Case) -> None:
-    assert refusal(case, "gen:1", damaged=in_pulls(TABLES[damage]), tables_of=direct_tables)
+    assert refusal(case, "gen:1", damaged=in_table(TABLES[damage], "dst"), tables_of=direct_tables)
+
+
+@pytest.mark.parametrize("damage", TABLES)
+def test_damaged_push_tables_are_refused(damage: str) -> None:
+    assert refusal(RELAYED, "gen:1", damaged=in_table(TABLES[damage], "src"), tables_of=direct_tables)
+
+
+def test_a_replica_that_admits_other_pushes_than_the_plan_has_is_refused() -> None:
+    def without_the_first(executed: Executed) -> Executed:
+        if executed.exposed is None:
+            return executed
+        numbers = [np.arange(len(table) > 0, len(table)) for table in executed.exposed.tables]
+        return replace(executed, exposed=executed.exposed.with_rows(numbers))
+
+    assert refusal(RELAYED, "gen:1", damaged=without_the_first, tables_of=direct_tables)
 
 
 def buckets_exchanged(executed: Executed) -> Executed:

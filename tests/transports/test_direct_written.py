@@ -11,7 +11,7 @@ import torch
 from mcore_reshard.kernels.errors import PeerLostError, Waiting
 
 reason = "needs cuda-core"
-executor = pytest.importorskip("mcore_reshard.kernels.transports.direct.executor", reason=reason, exc_type=ImportError)
+ends = pytest.importorskip("mcore_reshard.kernels.transports.direct.ends", reason=reason, exc_type=ImportError)
 slots = pytest.importorskip("mcore_reshard.kernels.transports.direct.slots", reason=reason, exc_type=ImportError)
 NBYTES = 4096
 
@@ -35,7 +35,7 @@ class Signals:
 
 def reader(heard: int, launched: list[int]) -> Any:
     """A reader of two rounds of casts, then of the rest. `launched`: what it counted as written at each launch."""
-    made, of_casts = executor._Reader.__new__(executor._Reader), slots.SlotReader.__new__(slots.SlotReader)
+    made, of_casts = ends.Reader.__new__(ends.Reader), slots.SlotReader.__new__(slots.SlotReader)
     copies = SimpleNamespace(launch=lambda stream: launched.append(made.written_bytes))
     event = SimpleNamespace(record=lambda stream: None)
     stream: Any = SimpleNamespace(wait_event=lambda event: None, wait_stream=lambda stream: None)

@@ -12,7 +12,7 @@ from mcore_reshard.kernels.options import Options as SessionOptions
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
 from mcore_reshard.kernels.transports.base import Executor, TransportContext
 from mcore_reshard.kernels.transports.registry import AUTO, resolve
-from mcore_reshard.kernels.transports.relay import RelayedExecutor, connect_each, connect_joined, connect_relayed
+from mcore_reshard.kernels.transports.relay import connect_joined
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.session.endpoints import GenerationEndpoint, TrainEndpoint
 
@@ -23,8 +23,7 @@ _MIB = 1 << 20
 
 
 def direct(rank: Rank, options: Options) -> Prepared:
-    parts = connect_each(partial(_direct_with, options))
-    return _prepared(rank, "direct", partial(connect_relayed, parts, parts) if options else None)
+    return _prepared(rank, "direct", partial(_direct_with, options) if options else None)
 
 
 def nccl(rank: Rank, options: Options) -> Prepared:
@@ -88,7 +87,7 @@ def _prepared(rank: Rank, transport: str, connect: Callable[[TransportContext], 
     def facts() -> dict[str, Any]:
         columns = {
             "moved_by": executor.name,
-            "relayed": isinstance(executor, RelayedExecutor),
+            "relayed": rank.schedule.relayed,
             "misc_bytes": rank.plan.misc_bytes,
         }
         columns["scratch_mb"] = round(executor.scratch_bytes / 1e6, 1)
@@ -124,6 +123,7 @@ def _direct_with(options: Options, context: TransportContext) -> Executor:
             bool(int(options.get("checksums", 0))),
             int(options["engine_percent"]) / 100 if "engine_percent" in options else usual.engine_share,
         ),
+        passes_on=context.bound.schedule.relayed,  # on one host, so at most once
     )
 
 

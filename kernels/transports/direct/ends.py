@@ -23,24 +23,23 @@ from functools import partial
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule
-from mcore_reshard.kernels.copies.copy_table import ends_of
-from mcore_reshard.kernels.copies.peer_table import pull_table
+from mcore_reshard.kernels.copies.copy_table import Ints
+from mcore_reshard.kernels.copies.peer_table import PeerTable, pull_table
 from mcore_reshard.kernels.copies.read_back import Executed
 from mcore_reshard.kernels.copies.tensors import gpu_of
 from mcore_reshard.kernels.cuda.copy_kernel import KernelShape, own_gpu_shape
 from mcore_reshard.kernels.cuda.device_memory import is_plain
 from mcore_reshard.kernels.cuda.executed_tiles import PlacedCopies, tile_problems
-from mcore_reshard.kernels.cuda.ipc import Export, export_event, open_event, withdraw_event
-from mcore_reshard.kernels.errors import ChecksumError, DeadlineError, SessionError, TransferError
+from mcore_reshard.kernels.cuda.ipc import export_event, open_event, withdraw_event
+from mcore_reshard.kernels.errors import ChecksumError, DeadlineError, TransferError
 from mcore_reshard.kernels.rendezvous.polling import CLOSE_S, EventPoller
 from mcore_reshard.kernels.transports.kept import Kept
 
 from .peer_signals import PeerSignals, Signal
-from .pull import DirectOptions, Pull, read_by_engine
-from .shared_memory import fetch_exports, share_memory
+from .pull import DirectOptions, Waves, read_by_engine
+from .shared_memory import addresses_of, fetch_exports, share_memory
 from .slots import SlotReader, SlotSource
 from .staging import parted
 
@@ -61,9 +60,9 @@ class Source:
         self._read = {peer: signals.fetch(peer, parse) for peer in signals.peers}  # happened: the last pull has ended
         plain, cast = parted(bound.schedule)
         self._slots = SlotSource(bound, cast, signals, scratch_bytes)
-        self.executed = Executed(
-            bound, buckets=self._slots.buckets, exposed=plain, device_problems=tuple(self._slots.problems)
-        )
+        problems = tuple(self._slots.problems)
+        self.executed = (Executed(bound, buckets=self._slots.buckets, exposed=plain, device_problems=problems),)
+        self.bound = (bound,)
         self.scratch_bytes, self.table_bytes = self._slots.scratch_bytes, self._slots.table_bytes
 
     def run(self, run: int) -> None:
@@ -91,12 +90,25 @@ class Source:
 
 
 class Reader:
-    """A generation rank: its kernel, and the mappings that the kernel reads."""
+    """A generation rank: its kernels, and the mappings that they read.
+
+    A replica that passes on what it reads gives `waves`: the wave of each transfer of the part that is not cast. `ctas` is then
+    its part of the GPU.
+    """
 
     scratch_bytes = 0
     written_bytes = 0  # all, once something is queued: the GPU does not say how far it is
 
-    def __init__(self, bound: BoundSchedule, signals: PeerSignals, options: DirectOptions, kept: Kept) -> None:
+    def __init__(
+        self,
+        bound: BoundSchedule,
+        signals: PeerSignals,
+        options: DirectOptions,
+        kept: Kept,
+        *,
+        waves: Ints | None = None,
+        ctas: int | None = None,
+    ) -> None:
         schedule = bound.schedule
         plain, cast = parted(schedule)
         assert plain.view is not None
@@ -115,22 +127,23 @@ class Reader:
         try:
             self._slots = SlotReader(bound, cast, signals, self._slot_mappings, self._stream, engine_stream, options)
             exports = fetch_exports(signals, kept)
-            addresses = self._addresses(exports)
+            addresses = addresses_of(self._table, bound, exports, self._mappings)
             gpus = {rank: {block.gpu for block in exported.allocations} for rank, exported in exports.items()}
             sources = {gpu for of_rank in gpus.values() for gpu in of_rank}
             # Tile by tile in a relay: two replicas that meet at a source for long are both slow. Also with a source on
             # the reader's own GPU: its tiles are copied while the links are busy.
             own_gpu = sources == {gpu_of(device)}
             by_tile = schedule.relayed or schedule.between_replicas or gpu_of(device) in sources
-            # Half the CTAs on the first hop of a relay: its loads hold up the second hop's. Into each of three H200s,
-            # from the trainer and the other two at once: 332 GB/s with 24 and 48 CTAs, 302 with 48 each.
             shape = options.shape or (own_gpu_shape(device) if own_gpu else KernelShape())
-            if schedule.relayed:
+            if ctas is not None and not own_gpu:
+                shape = replace(shape, ctas=ctas)
+            elif schedule.relayed:  # half the CTAs on the first hop: its loads hold up the second hop's
                 shape = replace(shape, ctas=-(-shape.ctas // 2))
-            self._copies = Pull(
-                self._table.copies, addresses, device, shape, options,
-                source=self._table.peer, by_engine=read_by_engine(schedule, gpus, device, options),
-                first=schedule.rank, together=1 if by_tile else None, own_gpu=own_gpu, engine_stream=engine_stream,
+            wave = np.zeros(len(self._table.copies), np.int64) if waves is None else waves[self._table.transfer]
+            self._copies = Waves(
+                self._table, wave, addresses, device, shape, options,
+                by_engine=read_by_engine(schedule, gpus, device, options), first=schedule.rank,
+                together=1 if by_tile else None, own_gpu=own_gpu, engine_stream=engine_stream,
             )  # fmt: skip
         except BaseException:
             withdraw_event(self._pulled)
@@ -138,34 +151,49 @@ class Reader:
             self._slot_mappings.close()
             raise
         self.table_bytes = self._copies.nbytes + self._slots.table_bytes
-        problems = tile_problems(
-            self._copies.read_back(), PlacedCopies.of(self._table.copies, addresses), self._parameter_of
-        )
-        self.executed = Executed(
-            bound,
-            buckets=self._slots.buckets,
-            reaches=self._table,
-            device_problems=(*problems, *self._slots.problems),
-        )
+        name_of = partial(parameter_of, bound, self._table)
+        problems = tile_problems(self._copies.read_back(), PlacedCopies.of(self._table.copies, addresses), name_of)
+        problems += self._slots.problems
+        executed = Executed(bound, buckets=self._slots.buckets, reaches=self._table, device_problems=tuple(problems))
+        self.executed, self.bound = (executed,), (bound,)
+
+    @property
+    def waves(self) -> int:
+        return len(self._copies)
 
     def run(self, run: int) -> None:
+        self.begin(run)
+        self.launch(0)
+        self.end(run)
+
+    def begin(self, run: int) -> None:
+        """Pull what is cast. Returns when everything else may be pulled."""
+        self.written_bytes = 0
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._slots.rounds(run, self._note_writes)
         self._signals.hear(run, Signal.READY)
-        shares_gpu = self._slots.shares_gpu
-        if shares_gpu:  # a pull that waits on the GPU takes turns there from those who cast
+        if self._slots.shares_gpu:  # a pull that waits on the GPU takes turns there from those who cast
             self._signals.hear(run, Signal.CAST, self._slots.sources)
         self._slots.await_casts()
         self._note_writes()
-        begin = self._slots.began or time.monotonic()
-        self._copies.launch(self._stream)
+        self._began = self._slots.began or time.monotonic()
+
+    def launch(self, wave: int) -> torch.cuda.Event:
+        """Queue a wave. The event will have happened when this wave and those before it have landed."""
+        self._copies.launch(wave, self._stream)
+        if wave < self.waves - 1:
+            return self._stream.record_event()
         self._pulled.record(self._stream)
+        return self._pulled
+
+    def end(self, run: int) -> None:
+        """Wait until everything has landed."""
         self._signals.tell(run, Signal.STARTED)
-        if not shares_gpu:  # heard only now; a source that has died is named at once
+        if not self._slots.shares_gpu:  # heard only now; a source that has died is named at once
             self._signals.hear(run, Signal.CAST, self._slots.sources)
-        self._pulling.wait(dict.fromkeys(self._signals.peers, self._pulled), begin)
+        self._pulling.wait(dict.fromkeys(self._signals.peers, self._pulled), self._began)
         self._signals.tell_last(run, Signal.DONE)
-        self._check_sums()
+        check_sums(self._bound, self._table, self._copies, self._signals)
         self._slots.check_sums()
 
     def close(self) -> None:
@@ -179,35 +207,19 @@ class Reader:
     def _note_writes(self) -> None:
         self.written_bytes = self._bound.nbytes
 
-    def _addresses(self, exports: dict[int, Export]) -> NDArray[np.uint64]:
-        """Where each base of the table's copies begins: own tensors, then sources."""
-        own = [tensor.data_ptr() for tensor in self._bound.tensors]
-        theirs = np.zeros(len(self._table.theirs), np.uint64)
-        ranks = np.array([source.rank for source in self._table.theirs])
-        read = np.isin(np.arange(len(theirs)) + len(own), self._table.copies["src"])  # not: empty tensors
-        ends = np.zeros(len(own) + len(theirs), np.int64)
-        np.maximum.at(ends, self._table.copies["src"], ends_of(self._table.copies, "src"))
-        for rank, exported in exports.items():
-            rows = np.flatnonzero((ranks == rank) & read)
-            names = [self._table.theirs[row].tensor for row in rows.tolist()]
-            owner = self._bound.schedule.name_of("train", rank)
-            for name, end in zip(names, ends[rows + len(own)].tolist(), strict=True):
-                if end > exported.bytes_from(name):  # the GPU would read beyond what is mapped
-                    raise SessionError(f"{owner} exports {name} with {exported.bytes_from(name)} bytes, {end} are read")
-            theirs[rows] = self._mappings.addresses(exported, names, owner)
-        return np.concatenate([np.array(own, np.uint64), theirs])
 
-    def _check_sums(self) -> None:
-        table = self._table
-        for copy in self._copies.damaged().tolist():
-            stage = self._bound.stages[int(table.stage[copy])].pp_stage
-            peer = self._signals.peers[int(table.peer[copy])]
-            waiting = replace(peer, stage=stage, parameter=self._parameter_of(copy))
-            raise ChecksumError(waiting, "other bytes were written than were read")
+def check_sums(bound: BoundSchedule, table: PeerTable, copies: Waves, signals: PeerSignals) -> None:
+    """Raise `ChecksumError` for bytes that were written otherwise than read; all copies must have ended."""
+    for copy in copies.damaged().tolist():
+        stage = bound.stages[int(table.stage[copy])].pp_stage
+        peer = signals.peers[int(table.peer[copy])]
+        waiting = replace(peer, stage=stage, parameter=parameter_of(bound, table, copy))
+        raise ChecksumError(waiting, "other bytes were written than were read")
 
-    def _parameter_of(self, copy: int) -> str:
-        table = self._table
-        return self._bound.schedule.parameter_name(int(table.transfer_group[copy]), int(table.member[copy]))
+
+def parameter_of(bound: BoundSchedule, table: PeerTable, copy: int) -> str:
+    """The parameter of a copy of the table, by its HF name."""
+    return bound.schedule.parameter_name(int(table.transfer_group[copy]), int(table.member[copy]))
 
 
 class EventWait:

@@ -3,7 +3,7 @@
 Training ranks export their allocations once. Each generation rank maps what it needs, also once (see `kept`), and in each
 refit pulls everything with one kernel launch, beside which a copy engine takes large copies (see `pull`). It takes from
 all stages and sources. The order differs from receiver to receiver, so that no source has to serve all of them at once.
-The signals by which both ends keep order: see `ends`.
+The signals by which both ends keep order: see `ends`. Replicas that pass on what they read push it: see `replica`.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from mcore_reshard.kernels.copies.read_back import Executed
 from mcore_reshard.kernels.errors import SessionError
 from mcore_reshard.kernels.options import DEFAULT_SCRATCH_BYTES
 from mcore_reshard.kernels.rendezvous.store_keys import StoreKeys
-from mcore_reshard.kernels.transports.base import StageReport
+from mcore_reshard.kernels.transports.base import StageReport, merge_reports
 from mcore_reshard.kernels.transports.kept import Kept
 
 from .ends import Reader, Source
 from .peer_signals import PeerSignals
 from .pull import DirectOptions
+from .replica import Replica
 
 
 class DirectExecutor:
     """One rank's end of the direct transport. Constructed on all ranks at the same time; `store` is its own.
 
-    `kept` has what earlier executors of this rank have exported and mapped; without it this one closes what it maps.
-    Raises `TransportUnavailable` where memory cannot be exported or mapped. Tensors of training ranks must outlive the
-    generation ranks' `close`.
+    With `passes_on` a generation rank moves what a plan's only hop among replicas has for it, too. `kept` has what earlier
+    executors of this rank have exported and mapped; without it this one closes what it maps. Raises `TransportUnavailable`
+    where memory cannot be exported or mapped. Tensors of ranks that are read or written must outlive the others' `close`.
     """
 
     name = "direct"
@@ -42,6 +43,7 @@ class DirectExecutor:
         scratch_bytes: int = DEFAULT_SCRATCH_BYTES,
         options: DirectOptions = DirectOptions(),  # noqa: B008
         kept: Kept | None = None,
+        passes_on: bool = False,
     ) -> None:
         self._bound = bound
         self._own_kept = Kept() if kept is None else None
@@ -50,10 +52,12 @@ class DirectExecutor:
         self._runs = 0
         self._closed = False
         self._signals = PeerSignals(store, bound, timeout_s)
-        self._end: Source | Reader
+        self._end: Source | Reader | Replica
         try:
             if bound.schedule.world == "train":
                 self._end = Source(bound, self._signals, scratch_bytes, kept)
+            elif passes_on:
+                self._end = Replica(bound, self._signals, options, kept)
             else:
                 self._end = Reader(bound, self._signals, options, kept)
         except BaseException:
@@ -66,7 +70,7 @@ class DirectExecutor:
 
     @property
     def executed(self) -> tuple[Executed, ...]:
-        return (self._end.executed,)
+        return self._end.executed
 
     def run(self) -> tuple[StageReport, ...]:
         """Move every byte once. Raises `DeadlineError`, `PeerLostError` or `ChecksumError`.
@@ -76,13 +80,19 @@ class DirectExecutor:
         if self._closed:
             raise SessionError(f"{self._bound.rank_name}: this executor is closed; begin a new session")
         self._runs += 1
-        self._end.written_bytes = 0
         start = time.perf_counter()
         self._end.run(self._runs)
         seconds = time.perf_counter() - start
-        return tuple(
-            StageReport(stage.pp_stage, stage.transfers, 0, stage.nbytes, seconds if stage.transfers else 0.0, start)
-            for stage in self._bound.stages
+        return merge_reports(
+            [
+                tuple(
+                    StageReport(
+                        each.pp_stage, each.transfers, 0, each.nbytes, seconds if each.transfers else 0.0, start
+                    )
+                    for each in bound.stages
+                )
+                for bound in self._end.bound
+            ]
         )
 
     @property

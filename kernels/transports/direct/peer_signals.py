@@ -27,9 +27,9 @@ _MESSAGE = struct.Struct("<qq")  # run, signal
 class Signal(IntEnum):
     """A message to a peer. Numbers from 0 mean that this round of casts may be read, or has been queued."""
 
-    READY = -1  # a source: all that it has queued is done; of casts, that all are queued
+    READY = -1  # a source, and who is written: all that it has queued is done; of casts, that all are queued
     STARTED = -2  # a reader: its pull is queued, and the event after it recorded
-    DONE = -3  # a reader: its pull has ended
+    DONE = -3  # a reader: its pull has ended; who pushes: everything is written
     CAST = -4  # a source that casts: all casts are done
 
 
@@ -79,15 +79,17 @@ class PeerSignals:
         content = torch.frombuffer(bytearray(_MESSAGE.pack(run, signal)), dtype=torch.uint8)
         return self._group.send(content, peer_group_rank(self._bound.schedule, peer), self.peers[peer])
 
-    def hear(self, run: int, signal: int, peers: Collection[int] | None = None) -> None:
-        """Wait until `peers`, by default all, have sent `signal`."""
+    def hear(
+        self, run: int, signal: int, peers: Collection[int] | None = None, *, timeout_s: float | None = None
+    ) -> None:
+        """Wait until `peers`, by default all, have sent `signal`; with `timeout_s`, no longer than that for each."""
         if peers is None:
             peers = self.peers
         for peer in peers:
             buffer, message = self._posted[peer]
             if isinstance(message, PeerLostError):
                 raise message
-            message.wait()
+            message.wait(timeout_s)
             if (heard := _MESSAGE.unpack(buffer.numpy().tobytes())) != (run, signal):
                 raise TransferError(self.peers[peer], f"(run, signal) {heard} came in place of {(run, int(signal))}")
             if (last := self._unawaited.pop(peer, None)) is not None:  # it has come

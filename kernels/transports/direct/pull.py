@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.copy_table import Ints
+from mcore_reshard.kernels.copies.peer_table import PeerTable
 from mcore_reshard.kernels.copies.tensors import gpu_of
 from mcore_reshard.kernels.cuda.copy_engine import EngineCopies, is_available
 from mcore_reshard.kernels.cuda.copy_kernel import DeviceCopies, KernelShape
@@ -83,6 +85,48 @@ class Pull:
     def damaged(self) -> Ints:
         """Copies that wrote other bytes than they read, where these are summed; the last launch must have ended."""
         return self._kernel.damaged()
+
+
+class Waves:
+    """The copies of a table in waves, each of which is one launch; `wave` [copies] is that of each.
+
+    Other arguments are those of `Pull`, for the copies of all waves.
+    """
+
+    def __init__(
+        self,
+        table: PeerTable,
+        wave: Ints,
+        addresses: NDArray[np.uint64],
+        device: torch.device,
+        shape: KernelShape,
+        options: DirectOptions,
+        **others: Any,
+    ) -> None:
+        self._copies = [np.flatnonzero(wave == number) for number in range(1 + int(wave.max(initial=0)))]
+        self._pulls = [
+            Pull(table.copies[copies], addresses, device, shape, options, source=table.peer[copies], **others)
+            for copies in self._copies
+        ]
+        self.nbytes = sum(pull.nbytes for pull in self._pulls)
+
+    def __len__(self) -> int:
+        return len(self._pulls)
+
+    def launch(self, wave: int, stream: torch.cuda.Stream) -> None:
+        """Queue a wave on `stream`. Does not wait."""
+        self._pulls[wave].launch(stream)
+
+    def read_back(self) -> NDArray[np.void]:
+        """As `Pull.read_back`, of all waves."""
+        tables = [pull.read_back() for pull in self._pulls]
+        for tiles, copies in zip(tables, self._copies, strict=True):
+            tiles["copy"] = copies[tiles["copy"]]
+        return np.concatenate(tables)
+
+    def damaged(self) -> Ints:
+        """As `Pull.damaged`, of all waves."""
+        return np.concatenate([copies[pull.damaged()] for pull, copies in zip(self._pulls, self._copies, strict=True)])
 
 
 def read_by_engine(
