@@ -44,6 +44,7 @@ class Bucket:
     sends: bool
     copies: NDArray[np.void]
     nbytes: int  # up to the end of the last segment
+    row: int  # in the stage's table: the transfer that it begins with
     waiting: Waiting  # for whom, and for the first parameter in it
 
     def copies_at(self, base: int, offset: int) -> NDArray[np.void]:
@@ -132,7 +133,7 @@ class _Cutter:
         columns = (numbers.tolist(), peers[starts].tolist(), rows, first_copies, first_copies[1:], bucket_nbytes)
         for number, peer, row, first, stop, size in zip(*columns, strict=False):
             waiting = self._waiting(stage, table, row, sends=sends)
-            yield Bucket(stage, number, peer, sends, copies[first:stop], size, waiting)
+            yield Bucket(stage, number, peer, sends, copies[first:stop], size, row, waiting)
 
     def _waiting(self, stage: int, table: TransferTable, row: int, *, sends: bool) -> Waiting:
         schedule = self._schedule

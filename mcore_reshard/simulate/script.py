@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from mcore_reshard.kernels.copies.buckets import aligned, cut, pack
 from mcore_reshard.kernels.copies.copy_table import expand, repeat
 from mcore_reshard.kernels.options import Options
+from mcore_reshard.kernels.transports.direct.staging import SLOTS
 from mcore_reshard.kernels.transports.direct.waves import waves_for
 from mcore_reshard.kernels.transports.nccl.shared_gpus import SharedGpus
 from mcore_reshard.kernels.transports.nccl.staging import (
@@ -38,7 +39,7 @@ from mcore_reshard.kernels.transports.nccl.staging import (
     windows_that_fit,
 )
 from mcore_reshard.kernels.transports.reach import joined_hops, shared_gpus
-from mcore_reshard.kernels.transports.rounds import DEFAULT_SLOTS, moment_of, turn_of
+from mcore_reshard.kernels.transports.rounds import DEFAULT_SLOTS, bucket_bytes_within, moment_of, turn_of
 from mcore_reshard.planner.plan.paths import HopKind
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.topology.topology import Topology
@@ -158,7 +159,7 @@ def script_of(plan: Plan, topology: Topology, transport: str, options: Options, 
     together: dict[int, list[Traffic]] = {}  # over nccl, by wave: of the trainer, of replicas
     is_near = transport == "direct" or all((domains[each.src] == domains[each.dst]).all() for each in hops)
     if len(hops) == 2 and transport in ("direct", "auto") and is_near:
-        parts, hops = [*_pushed(plan, hops)], ()
+        parts, hops = [*_pushed(plan, hops, options)], ()
     for hop, traffic in enumerate(hops):
         near = domains[traffic.src] == domains[traffic.dst]
         for wave in np.unique(traffic.wave).tolist():
@@ -185,11 +186,15 @@ def script_of(plan: Plan, topology: Topology, transport: str, options: Options, 
     return writer.script()
 
 
-def _pushed(plan: Plan, hops: Sequence[Traffic]) -> Iterator[_Part]:
+def _pushed(plan: Plan, hops: Sequence[Traffic], options: Options) -> Iterator[_Part]:
     """What replicas pull and push by direct, in waves of their own; those of all replicas are taken to be alike."""
-    ends = np.concatenate([traffic.dst for traffic in hops])
     nbytes = [np.add.reduceat(each.shape_bytes[each.shape], each.first[:-1]) for each in hops]
-    waves = 1 if plan.casts else waves_for(int(np.bincount(ends, np.concatenate(nbytes), minlength=1).max()))
+    received = np.bincount(np.concatenate([each.dst for each in hops]), np.concatenate(nbytes))
+    waves = waves_for(int(received.max()))
+    if plan.casts:  # a wave is a round of slots
+        sources, pulled = np.unique(hops[0].src), np.bincount(hops[0].dst, nbytes[0])
+        readers = max(len(np.unique(hops[0].dst[hops[0].src == source])) for source in sources.tolist())
+        waves = -(-int(pulled.max()) // bucket_bytes_within(options.scratch_bytes, readers, SLOTS))
     for wave in range(waves):
         for traffic, whole in zip(hops, nbytes, strict=True):
             own, part = np.arange(len(whole) + 1), whole * (wave + 1) // waves - whole * wave // waves

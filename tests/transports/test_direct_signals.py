@@ -21,7 +21,14 @@ from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.planner.plan.plan import Plan
 
 REFITS = 3
-PASSED_ON = [Case("tiny-qwen3", "tp=1", "dp=3"), Case("tiny-qwen3-moe", "tp=2,ep=2", "tp=2,dp=2")]
+PROJECTIONS = [
+    *(f"self_attn.{projection}_proj" for projection in "qkvo"),
+    *(f"mlp.{projection}_proj" for projection in ("gate", "up", "down")),
+]
+KEPT = [f"model.layers.{layer}.{each}" for layer in range(4) for each in PROJECTIONS]
+KEPT.remove("model.layers.2.self_attn.o_proj")
+ONE_CAST = Case("tiny-qwen3", "tp=1", "dp=3", dtypes=("bf16", "fp8"), block=(8, 8), kept=tuple(KEPT))
+PASSED_ON = [Case("tiny-qwen3", "tp=1", "dp=3"), Case("tiny-qwen3-moe", "tp=2,ep=2", "tp=2,dp=2"), ONE_CAST]
 CASTS = [case for case in QUANTIZED if case.dtypes[0] != case.dtypes[1]]
 
 
@@ -40,11 +47,13 @@ class Slots:
             sends,
         )
 
-    def rounds(self, run: int, before_writes: Any = None) -> None:
+    def rounds(self, run: int, before_writes: Any = None, after_round: Any = None) -> None:
         for number in range(2 * bool(self.readers)):
             first, then = ("tell", "hear") if self._sends else ("hear", "tell")
             getattr(self._signals, first)(run, number, self.readers.keys())
             getattr(self._signals, then)(run, number, self.readers.keys())
+            if after_round is not None:
+                after_round(MagicMock())
 
     def await_casts(self) -> None: ...
 
@@ -54,8 +63,12 @@ class Slots:
 def end_of(kind: Any, signals: Any, **parts: Any) -> Any:
     """An end of a connection whose events, streams and copies are stand-ins."""
     end = kind.__new__(kind)
-    nothing = ("settling", "settled", "reading", "pulling", "pushing", "stream", "copies", "pulled", "pushed", "table")
-    parts = dict.fromkeys(nothing, MagicMock()) | {"signals": signals, "device": None, "bound": MagicMock()} | parts
+    nothing = (
+        *("settling", "settled", "casting", "reading", "pulling", "pushing", "stream", "copies", "pulled", "pushed"),
+        *("table", "mappings"),
+    )
+    stand_in = MagicMock(__len__=lambda _: 3)  # of waves
+    parts = dict.fromkeys(nothing, stand_in) | {"signals": signals, "device": None, "bound": MagicMock()} | parts
     vars(end).update({f"_{name}": part for name, part in parts.items()})
     return end
 
@@ -76,12 +89,13 @@ def replica_of(reader: Any, view: Any) -> Any:
     end = replica.Replica.__new__(replica.Replica)
     end._reader = reader
     end._pushes = end_of(replica._Pushes, signals[0])
+    end._pushes.queued = 0
     end._landings = end_of(replica._Landings, signals[1], awaited=None)
     return end
 
 
-def refit(number: int, address: str, plan: Plan) -> int:
-    """Rank `number`, training ranks first; returns how many refits it has run."""
+def end_and_signals(number: int, address: str, plan: Plan) -> tuple[Any, Any]:
+    """(the signals of rank `number`, training ranks first, its end)."""
     for name in ("cuda", "cuda.bindings", "cuda.core"):  # of this process alone
         sys.modules[name] = MagicMock()
     from mcore_reshard.kernels.transports.direct import ends
@@ -97,11 +111,16 @@ def refit(number: int, address: str, plan: Plan) -> int:
     slots = Slots(signals, set(parted(schedule)[1].peers), sends=world == "train")
     kind: Any = ends.Source if world == "train" else ends.Reader
     end = end_of(kind, signals, not_done=None, read={}, slots=slots, bound=bound)
-    if world == "gen" and schedule.relayed:
-        end = replica_of(end, schedule.view)
+    passes_on = world == "gen" and schedule.relayed
+    return signals, replica_of(end, schedule.view) if passes_on else end
+
+
+def refit(number: int, address: str, plan: Plan) -> int:
+    """Returns how many refits rank `number` has run."""
+    signals, end = end_and_signals(number, address, plan)
     for run in range(1, REFITS + 1):
         end.run(run)
-    if world == "train":
+    if number < plan.train.world:
         end._hear_done()
     ranks = plan.train.world + plan.gen.world
     signals.store.set(f"over/{number}", "")
@@ -110,11 +129,61 @@ def refit(number: int, address: str, plan: Plan) -> int:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", [*CASTS, *PASSED_ON], ids=str)
+@pytest.mark.parametrize("case", [*CASTS, *PASSED_ON], ids=lambda case: f"{case}"[:80])
 def test_no_rank_waits_for_ever(case: Case) -> None:
     plan = case.plan()
     ranks = plan.train.world + plan.gen.world
     assert values(run_ranks(ranks, refit, plan, timeout_s=60.0)) == [REFITS] * ranks
+
+
+WRITES_S = 0.6
+
+
+def fail_while_written(number: int, address: str, plan: Plan, writer_fails: bool) -> str:
+    """gen:1 fails while gen:0 still writes to it; returns what gen:1 knows when it has closed."""
+    from mcore_reshard.kernels.errors import TransferError
+    from mcore_reshard.kernels.rendezvous.polling import EventPoller
+
+    signals, end = end_and_signals(number, address, plan)
+    name, store, begun = signals.rank_name, signals.store, time.monotonic()
+
+    def fail(run: int) -> None:
+        raise OSError(f"{name} is on fire")
+
+    def written(*_: Any) -> bool:
+        time.sleep(0.01)
+        if (is_over := time.monotonic() - begun > WRITES_S) and not store.check(["written"]):
+            store.set("written", "")
+        return is_over
+
+    if name == "train:0":
+        end._signals.hear = MagicMock()  # it fails neither, nor waits for readers that have
+    elif name == "gen:1" or (writer_fails and name == "gen:0"):
+        end._reader.end = fail
+    if name == "gen:0":
+        end._pushes._stream = MagicMock(query=written)
+        end._pushes._pushing.wait = lambda events: EventPoller(5.0).until(written)
+    said = ""
+    try:
+        end.run(1)
+    except (OSError, TransferError):
+        if name == "gen:1":
+            end._reader.close = lambda: None
+            end.close()
+            said = "no more writes" if store.check(["written"]) else "still written"
+    if name == "gen:0" and writer_fails:
+        end._reader.close = lambda: None
+        end.close()
+    store.set(f"over/{number}", "")
+    store.wait([f"over/{other}" for other in range(plan.train.world + plan.gen.world)])
+    return said
+
+
+@pytest.mark.parametrize("writer_fails", [False, True])
+def test_a_replica_that_fails_closes_when_it_is_written_no_more(writer_fails: bool) -> None:
+    plan = Case("tiny-qwen3", "tp=1", "dp=3").plan()
+    said = values(run_ranks(4, fail_while_written, plan, writer_fails, timeout_s=60.0))
+    assert said == ["", "", "no more writes", ""]
 
 
 def test_in_some_of_them_trainers_cast_for_one_reader_and_send_plain_bytes_to_another() -> None:
@@ -127,6 +196,15 @@ def test_in_some_of_them_trainers_cast_for_one_reader_and_send_plain_bytes_to_an
             plain, cast = parted(schedule_of(plan, "train", rank))
             mixed += bool({*cast.peers} and {*plain.peers} - {*cast.peers})
     assert mixed > 2
+
+
+def test_one_replica_is_cast_for_and_passes_that_on_to_others_for_whom_nothing_is_cast() -> None:
+    from mcore_reshard.kernels.transports.direct.staging import parted
+
+    plan = ONE_CAST.plan()
+    assert plan.relay
+    cast = [len(parted(schedule_of(plan, "gen", rank))[1].peers) for rank in range(plan.gen.world)]
+    assert sorted(cast) == [0, 0, 1]
 
 
 def last_signal(number: int, address: str, plan: Plan) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -12,13 +14,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from helpers import planned_refits, simulate
 from helpers.gpu import needs_gpus
 from helpers.plans import Case
 from helpers.ranks import run_ranks, values
 
 from mcore_reshard.cli.main import main
-from mcore_reshard.kernels.errors import DeadlineError, Waiting
+from mcore_reshard.kernels.errors import DeadlineError, RefitError, Waiting
 from mcore_reshard.kernels.transports import relay as relaying
 from mcore_reshard.kernels.transports.base import StageReport
 from mcore_reshard.kernels.transports.relay import RelayedExecutor
@@ -216,7 +219,16 @@ def test_the_command_line_says_who_passes_on(capsys: pytest.CaptureFixture[str],
 
 
 def relayed_on_gpus(number: int, address: str, case: Case, device: str) -> tuple[set[str], dict[str, int]]:
+    in_waves()
     return planned_refits.refit(number, address, case, device, transport="direct")
+
+
+def in_waves() -> Any:
+    """Replicas of this process push in five waves, however few bytes there are. Returns the module that they are in."""
+    from mcore_reshard.kernels.transports.direct import replica
+
+    replica.waves_for = lambda nbytes: 5
+    return replica
 
 
 def located_over_gloo(number: int, address: str, case: Case) -> tuple[set[str], dict[str, int]]:
@@ -241,6 +253,35 @@ def test_replicas_pass_on_over_direct(case: Case, device: str) -> None:
     ranks = plan.train.world + plan.gen.world
     told = values(run_ranks(ranks, relayed_on_gpus, case, device, timeout_s=120.0, method="spawn"))
     assert told == [({"direct"}, {})] * ranks
+
+
+def dying_among_pushes(number: int, address: str) -> str:
+    """Generation rank 1 dies when it has queued two of five waves."""
+    replica = in_waves()
+    launch = replica._Pushes.launch
+
+    def die(self: Any, landed: Any) -> None:
+        if self.queued == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        launch(self, landed)
+
+    if number == 2:
+        replica._Pushes.launch = die
+    try:
+        planned_refits.refit(number, address, ONE_TO_THREE, "cuda:0", transport="direct", timeout_s=20.0)
+    except RefitError as error:
+        torch.cuda.synchronize()  # nothing on the GPU waits for the dead
+        return f"{error}"
+    return "no error"
+
+
+@pytest.mark.gpu
+@needs_gpus(1)
+def test_a_replica_that_dies_among_its_pushes_is_named_and_leaves_no_gpu_waiting() -> None:
+    outcomes = run_ranks(4, dying_among_pushes, timeout_s=60.0, method="spawn")
+    assert outcomes[2].kind == "died"
+    for outcome in (outcomes[0], outcomes[1], outcomes[3]):
+        assert "gen:1" in outcome.value or "relay:1" in outcome.value, outcome
 
 
 def failing(number: int, address: str) -> None:

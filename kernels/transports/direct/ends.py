@@ -53,6 +53,7 @@ class Source:
         self._device = bound.device or torch.device("cuda", torch.cuda.current_device())
         self._signals = signals
         self._settling = EventWait(signals, "what was queued before the refit")
+        self._casting = EventWait(signals, "the casts")
         self._reading = EventWait(signals, "the pull")
         self._not_done: int | None = None  # the run whose DONE has not been received yet
         share_memory(signals, kept, bound.by_name)
@@ -67,14 +68,16 @@ class Source:
 
     def run(self, run: int) -> None:
         self._hear_done()  # of the run before: it came long ago
-        self._slots.rounds(run)
-        stream = self._slots.stream or torch.cuda.current_stream(self._device)
         readers = self._slots.readers  # their GPUs wait for this one's casts
-        self._signals.tell(run, Signal.READY, readers)
-        self._settling.wait(dict.fromkeys(self._signals.peers, stream.record_event()), self._slots.began)
-        # READY before CAST: a reader takes CAST only after READY of all its sources, and a signal is sent once it is taken.
-        self._signals.tell(run, Signal.READY, self._signals.peers.keys() - readers)
-        self._signals.tell(run, Signal.CAST, readers)
+        if others := self._signals.peers.keys() - readers:  # first: a replica that is cast for may wait for one of them
+            self._settling.wait(dict.fromkeys(others, torch.cuda.current_stream(self._device).record_event()))
+            self._signals.tell(run, Signal.READY, others)
+        if self._slots.stream is not None:
+            self._slots.rounds(run)
+            # READY before CAST: a reader takes CAST only after READY of all its sources, and a signal is sent once it is taken.
+            self._signals.tell(run, Signal.READY, readers)
+            self._casting.wait(dict.fromkeys(readers, self._slots.stream.record_event()), self._slots.began)
+            self._signals.tell(run, Signal.CAST, readers)
         self._signals.hear(run, Signal.STARTED)
         self._not_done = run
         self._reading.wait(self._read, self._slots.began, when_late=self._hear_done)
@@ -125,7 +128,8 @@ class Reader:
         if not all(map(is_plain, bound.tensors)):  # in virtual memory a row may go through several allocations
             options = replace(options, engine_share=0.0)
         try:
-            self._slots = SlotReader(bound, cast, signals, self._slot_mappings, self._stream, engine_stream, options)
+            slots = bound, cast, signals, self._slot_mappings, self._stream, engine_stream, options, ctas
+            self._slots = SlotReader(*slots)
             exports = fetch_exports(signals, kept)
             addresses = addresses_of(self._table, bound, exports, self._mappings)
             gpus = {rank: {block.gpu for block in exported.allocations} for rank, exported in exports.items()}
@@ -161,16 +165,21 @@ class Reader:
     def waves(self) -> int:
         return len(self._copies)
 
+    @property
+    def round_of(self) -> Ints:
+        """The round in which each transfer has landed that is cast."""
+        return self._slots.round_of
+
     def run(self, run: int) -> None:
         self.begin(run)
         self.launch(0)
         self.end(run)
 
-    def begin(self, run: int) -> None:
-        """Pull what is cast. Returns when everything else may be pulled."""
+    def begin(self, run: int, after_round: Callable[[torch.cuda.Event], None] | None = None) -> None:
+        """Pull what is cast, round by round. Returns when everything else may be pulled."""
         self.written_bytes = 0
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        self._slots.rounds(run, self._note_writes)
+        self._slots.rounds(run, self._note_writes, after_round)
         self._signals.hear(run, Signal.READY)
         if self._slots.shares_gpu:  # a pull that waits on the GPU takes turns there from those who cast
             self._signals.hear(run, Signal.CAST, self._slots.sources)

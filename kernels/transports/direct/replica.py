@@ -40,7 +40,7 @@ from .peer_signals import PeerSignals, Signal
 from .pull import DirectOptions, Waves
 from .shared_memory import addresses_of, fetch_exports, share_memory
 from .staging import parted
-from .waves import waves_for, waves_of
+from .waves import landing_waves, pushing_waves, waves_for
 
 # Of a kernel that pulls and one that pushes, in proportion to their bytes: else one holds up the other. Into each of three
 # H100s: 345 GB/s with 32 and 64 CTAs, 344 with 24 and 48, 311 with 24 and 64, 287 with 48 each.
@@ -57,12 +57,13 @@ class Replica:
         (relay,) = bound.schedule.view.relays()
         sends, receives = bound.part(relay.sends), bound.part(relay.receives)
         plain, cast = parted(bound.schedule)
-        landing, pushing = waves_of(plain, cast, relay.sends, waves_for(bound.nbytes + receives.nbytes))
+        landing = landing_waves(plain, waves_for(bound.nbytes + receives.nbytes))
         ctas = _divided((options.shape or KernelShape()).ctas, bound.nbytes, sends.nbytes)
         opened = ExitStack()
         with opened:
             self._reader = Reader(bound, signals, options, kept, waves=landing, ctas=ctas[0])
             opened.callback(self._reader.close)
+            pushing = pushing_waves(plain, landing, cast, self._reader.round_of, relay.sends)
             store = FailFastStore("replicas", signals.store)
             pushes = partial(_Pushes, sends, pushing, ctas[1], store, signals.timeout_s, options, kept)
             landings = partial(_Landings, receives, store, signals.timeout_s, kept)
@@ -82,18 +83,23 @@ class Replica:
 
     def run(self, run: int) -> None:
         self._landings.settle()
-        self._reader.begin(run)
-        self._landings.admit(run)
+        self._reader.begin(run, partial(self._push, run))
         waves = self._reader.waves
         landed = [self._reader.launch(0)]
-        self._pushes.begin(run)
         for wave in range(waves):  # in the order in which they run, also where the GPU takes all from one queue
             if wave + 1 < waves:
                 landed.append(self._reader.launch(wave + 1))
-            self._pushes.launch(wave, landed[wave])
+            self._push(run, landed[wave])
         self._reader.end(run)
         self._pushes.end(run)
         self._landings.end(run)
+
+    def _push(self, run: int, landed: torch.cuda.Event) -> None:
+        """Queue the next wave, which begins when it has `landed`. Before the first one, all ranks let others write."""
+        if not self._pushes.queued:
+            self._landings.admit(run)
+            self._pushes.begin(run)
+        self._pushes.launch(landed)
 
     def close(self) -> None:
         """Returns once this rank writes no more, and is written no more, or its peers have been silent for NOTICE_S."""
@@ -133,6 +139,7 @@ class _Pushes:
             self._mappings.close()
             self._signals.close()
             raise
+        self.queued = 0  # waves, in the run under way
         self.table_bytes = self._copies.nbytes
         placed, name_of = PlacedCopies.of(self._table.copies, addresses), partial(parameter_of, bound, self._table)
         problems = tile_problems(self._copies.read_back(), placed, name_of)
@@ -142,14 +149,16 @@ class _Pushes:
         """Wait until all who are written are ready."""
         self._signals.hear(run, Signal.READY)
 
-    def launch(self, wave: int, landed: torch.cuda.Event) -> None:
-        """Queue a wave, which begins when it has `landed`."""
+    def launch(self, landed: torch.cuda.Event) -> None:
+        """Queue the next wave, which begins when it has `landed`."""
         self._stream.wait_event(landed)
-        if wave < len(self._copies):  # the last ones may have nothing to push
-            self._copies.launch(wave, self._stream)
+        if self.queued < len(self._copies):  # the last ones may have nothing to push
+            self._copies.launch(self.queued, self._stream)
+        self.queued += 1
 
     def end(self, run: int) -> None:
         """Wait until all pushes have ended, and tell whom they went to."""
+        self.queued = 0
         self._pushed.record(self._stream)
         self._pushing.wait(dict.fromkeys(self._signals.peers, self._pushed))
         check_sums(self._bound, self._table, self._copies, self._signals)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -32,7 +32,7 @@ from mcore_reshard.planner.plan.schedule import Schedule
 
 from .peer_signals import PeerSignals
 from .pull import DirectOptions, Pull, read_by_engine
-from .staging import SLOTS, SlotPlan, divide_slots, with_new_weights
+from .staging import SLOTS, SlotPlan, divide_slots, rounds_of, with_new_weights
 
 _PREFIX = "slots/"  # of the keys under which ranks publish their slots and events
 
@@ -113,8 +113,7 @@ class SlotSource:
 
     def rounds(self, run: int) -> None:
         """Queue all casts, after what is queued on the current stream. Returns once all readers have queued all pulls."""
-        if self.stream is None:
-            return
+        assert self.stream is not None, "nothing is cast"
         self.began = None
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         for number, each in enumerate(self._rounds):
@@ -174,10 +173,12 @@ class SlotReader:
         stream: torch.cuda.Stream,
         engine_stream: torch.cuda.Stream,
         options: DirectOptions,
+        ctas: int | None = None,
     ) -> None:
         self._signals = signals
         self._stream = stream
         self.problems: list[str] = []  # of the tables, as they were read back from the device
+        self.round_of = np.zeros(0, np.int64)  # each transfer, as `joined_transfers` has them: in which it has landed
         self._rounds: list[_Pulling] = []
         self._slot_streams: list[torch.cuda.Stream] = []
         self._taken: list[torch.cuda.Event] = []
@@ -214,6 +215,7 @@ class SlotReader:
         bases = np.array(addresses, np.uint64)
         self.shares_gpu = gpu_of(device) in {gpu for of_peer in gpus.values() for gpu in of_peer}
         far = read_by_engine(schedule, gpus, device, options)
+        self.round_of = rounds_of(schedule, buckets)
         # The copy engine goes on with the next round while the kernel ends one; two kernels at once would be slower.
         self._slot_streams = [torch.cuda.Stream(device) if far else stream for _ in range(SLOTS)]
         for number, together in enumerate(in_rounds(buckets)):
@@ -225,6 +227,7 @@ class SlotReader:
             # Tile by tile: readers drift apart from round to round. If they read one source after the other, two of them
             # would end up at the same source all the time.
             shape = options.shape or KernelShape()
+            shape = shape if ctas is None else replace(shape, ctas=ctas)
             copies = Pull(
                 joined(tables), bases, device, shape, options,
                 source=source, by_engine=far, first=schedule.rank, together=1,
@@ -247,8 +250,13 @@ class SlotReader:
         """Ranks out of whose slots it pulls."""
         return self._cast.keys()
 
-    def rounds(self, run: int, before_writes: Callable[[], None]) -> None:
-        """Queue all pulls. Returns when they are queued. `before_writes` is called before each of them."""
+    def rounds(
+        self, run: int, before_writes: Callable[[], None], after_round: Callable[[torch.cuda.Event], None] | None = None
+    ) -> None:
+        """Queue all pulls. Returns when they are queued.
+
+        `before_writes` is called before each of them; after each `after_round`, with the event that it has landed.
+        """
         self.began = None
         for stream in self._slot_streams:
             stream.wait_stream(self._stream)
@@ -264,6 +272,8 @@ class SlotReader:
                 each.copies.launch(stream)
                 self._taken[slot].record(stream)
                 self._signals.tell(run, number, peers)
+                if after_round is not None:
+                    after_round(stream.record_event())
         finally:  # `stream` has done nothing before all of them have
             for stream in self._slot_streams:
                 self._stream.wait_stream(stream)

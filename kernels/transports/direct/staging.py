@@ -97,3 +97,17 @@ def divide_slots(schedule: Schedule, scratch_bytes: int) -> tuple[SlotPlan, dict
     largest = [aligned(max((bucket.nbytes for bucket in of_peer[peer]), default=0)) for peer in peers]
     places = (np.cumsum(largest) - largest).tolist()
     return SlotPlan(bucket_bytes, sum(largest), dict(zip(peers, places, strict=True))), of_peer
+
+
+def rounds_of(schedule: Schedule, buckets: Mapping[int, Sequence[Bucket]]) -> NDArray[np.int64]:
+    """The round that has the end of each transfer, as `joined_transfers` has them; `buckets` are those of each peer."""
+    rounds = []
+    for stage, table in enumerate(schedule.tables):
+        of_stage = np.zeros(len(table), np.int64)
+        for peer, of_peer in buckets.items():
+            numbers = [number for number, bucket in enumerate(of_peer) if bucket.stage == stage]
+            begins = np.array([of_peer[number].row for number in numbers], np.int64)
+            rows = np.flatnonzero((table.peer == peer) & (table.nbytes > 0))
+            of_stage[rows] = np.array(numbers, np.int64)[np.searchsorted(begins, rows, side="right") - 1]
+        rounds.append(of_stage)
+    return np.concatenate([np.zeros(0, np.int64), *rounds])

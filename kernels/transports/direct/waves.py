@@ -27,17 +27,22 @@ def waves_for(nbytes: int) -> int:
     return max(1, min(MOST_WAVES, isqrt(nbytes // _BYTES)))
 
 
-def waves_of(plain: Schedule, cast: Schedule, sends: Schedule, waves: int) -> tuple[Ints, Ints]:
-    """(the wave of each transfer of `plain`, that of each transfer of `sends`), with transfers as `joined_transfers` has them.
-
-    `plain` and `cast` are what a replica pulls, `sends` what it pushes of that. Waves are of about equal size. What is cast
-    lands before the first wave does.
-    """
+def landing_waves(plain: Schedule, waves: int) -> Ints:
+    """The wave of each transfer that a replica pulls from where it lies, as `joined_transfers` has them; of equal size."""
     landed = joined_transfers(plain.tables)
     middle = np.cumsum(landed.nbytes) - landed.nbytes // 2
-    wave = waves * middle // max(1, int(landed.nbytes.sum()))
-    of_part = dict.fromkeys(_places(cast), 0) | dict(zip(_places(plain), wave.tolist(), strict=True))
-    return wave, np.array([of_part[place] for place in _places(sends)], np.int64)
+    return np.asarray(waves * middle // max(1, int(landed.nbytes.sum())))
+
+
+def pushing_waves(plain: Schedule, landing: Ints, cast: Schedule, rounds: Ints, sends: Schedule) -> Ints:
+    """The wave of each transfer of `sends`, which all are of `plain`, or of `cast`, which lands before.
+
+    Waves begin with the `rounds` of what is cast, and go on with those of `landing`: one of each transfer.
+    """
+    first = 1 + int(rounds.max(initial=-1))
+    of_place = dict(zip(_places(cast), rounds.tolist(), strict=True))
+    of_place.update(zip(_places(plain), (first + landing).tolist(), strict=True))
+    return np.array([of_place[place] for place in _places(sends)], np.int64)
 
 
 def _places(schedule: Schedule) -> list[tuple[str, int]]:
