@@ -107,7 +107,7 @@ def mutual_reads(row: Row, links: Sequence[Row]) -> Verdict:
 
 
 def one_to_three(row: Row, links: Sequence[Row]) -> Verdict:
-    """Three replicas that read each other and their trainer, against GPUs that do so. Arguments as in `mutual_reads`."""
+    """Three replicas and their trainer, against GPUs that read each other and a fourth. Arguments as in `mutual_reads`."""
     best = _best(links, "three read each other and a fourth")
     share = row["gb_per_s_per_receiver"] / best
     figure, goal = f"{row['method']}, one trainer, three replicas", ">= 0.95 of GPUs that read each other and a fourth"
