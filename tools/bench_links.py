@@ -4,8 +4,8 @@
 
 On two or three GPUs only the patterns that these have are measured. One process drives all GPUs. The copy kernel of the
 direct transport, and the copy engines, move 2 GiB between each pair of a pattern. A GPU that reads several others takes
-from one after the other, or in turns of a tile. As a replica in a relay does, it also pulls with two kernels at once, one
-from the trainer and one from the others.
+from one after the other, or in turns of a tile. As a replica in a relay does, it also has two kernels at once: one pulls
+from the trainer, the other one pulls from the others, or pushes to them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def patterns_of(count: int) -> dict[str, Pattern]:
     }
 
 
-CTAS = [(48, 48), (24, 48)]  # of two kernels: from the trainer, from the others
+CTAS = [(48, 48), (24, 48), (32, 64)]  # of two kernels: from the trainer; from the others, or to them
 
 
 class Gpus:
@@ -130,12 +130,11 @@ def engine_rate(gpus: Gpus, pattern: Pattern) -> float:
     )
 
 
-def two_kernels_rate(gpus: Gpus, pattern: Pattern, from_trainer: int, from_others: int) -> float:
+def two_kernels_rate(gpus: Gpus, pattern: Pattern, ctas_of: tuple[int, int], *, pushes: bool) -> float:
     launches = []
     for gpu, peers in pattern.items():
-        parts = ([0], from_trainer), ([peer for peer in peers if peer], from_others)
-        for number, (some, ctas) in enumerate(parts):
-            copies = gpus.copies(gpu, some, ctas, by_tile=True)
+        for number, (some, ctas) in enumerate(zip(([0], [peer for peer in peers if peer]), ctas_of, strict=True)):
+            copies = gpus.copies(gpu, some, ctas, by_tile=True, pushes=pushes and number > 0)
             launches.append(lambda copies=copies, stream=gpus.streams[gpu][number]: copies.launch(stream))
     return rate(pattern, gpus.fastest_s(launches))
 
@@ -154,7 +153,8 @@ def measured(gpus: Gpus, name: str, pattern: Pattern) -> dict[str, Any]:
     if not reads_trainer or not several:
         row["push_by_tile"] = kernel_rate(gpus, pattern, by_tile=True, pushes=True)
     if reads_trainer and any(peer in pattern for peers in pattern.values() for peer in peers) and 0 not in pattern:
-        row["two_kernels"] = {f"{a} and {b} CTAs": two_kernels_rate(gpus, pattern, a, b) for a, b in CTAS}
+        for way, pushes in (("two_pulls", False), ("pull_and_push", True)):
+            row[way] = {f"{a} and {b} CTAs": two_kernels_rate(gpus, pattern, (a, b), pushes=pushes) for a, b in CTAS}
     return row
 
 

@@ -313,6 +313,8 @@ def test_goals_of_shared_gpus_are_judged_by_the_links() -> None:
     assert not mutual_reads({**halves, "ms": 110.0}, links).reached
     links = [{"pattern": "three read each other and a fourth", "copy_engine": 170, "pull": 338, "pull_by_tile": 330}]
     assert one_to_three(measured("moe-one-to-many", "nccl", 322), links).reached
+    faster = [{**links[0], "pull_and_push": {"32 and 64 CTAs": 350}}]
+    assert not one_to_three(measured("moe-one-to-many", "nccl", 322), faster).reached
     verdict = one_to_three(measured("moe-one-to-many", "direct", 300), links)
     assert (verdict.measured, verdict.reached) == ("0.888 of 338 GB/s", False)
     assert one_gpu([measured("moe-ep-tp", "direct", 1900, share=0.91)]).reached

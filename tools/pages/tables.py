@@ -185,13 +185,17 @@ def links_section() -> str:
             f" {data['date']} (`python tools/bench_links.py`, [data]({LINKS}/links-x4.json)).{_noted(data)}"
         ),
         "",
-        "| GPUs | copy engines | our kernel, one source after another | in turns of a tile | pushing | two kernels |",
-        "|---|---|---|---|---|---|",
+        "| GPUs | copy engines | our kernel, one source after another | in turns of a tile | pushing | two kernels that pull |"
+        " one that pulls, one that pushes |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in data["rows"]:
-        two = ", ".join(f"{rate:.0f} ({ctas})" for ctas, rate in row.get("two_kernels", {}).items())
+        two = [
+            ", ".join(f"{rate:.0f} ({ctas})" for ctas, rate in row.get(way, {}).items())
+            for way in ("two_pulls", "pull_and_push")
+        ]
         rates = [row["copy_engine"], row["pull"], row.get("pull_by_tile"), row.get("push_by_tile")]
-        cells = [row["pattern"], *("" if rate is None else f"{rate:.0f}" for rate in rates), two]
+        cells = [row["pattern"], *("" if rate is None else f"{rate:.0f}" for rate in rates), *two]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
