@@ -90,7 +90,7 @@ def replica_of(reader: Any, view: Any) -> Any:
     end._reader = reader
     end._pushes = end_of(replica._Pushes, signals[0])
     end._pushes.queued = 0
-    end._landings = end_of(replica._Landings, signals[1], awaited=None)
+    end._target = end_of(replica._Target, signals[1], awaited=None)
     return end
 
 

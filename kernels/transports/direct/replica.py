@@ -42,9 +42,7 @@ from .shared_memory import addresses_of, fetch_exports, share_memory
 from .staging import parted
 from .waves import landing_waves, pushing_waves, waves_for
 
-# Of a kernel that pulls and one that pushes, in proportion to their bytes: else one holds up the other. Into each of three
-# H100s: 345 GB/s with 32 and 64 CTAs, 344 with 24 and 48, 311 with 24 and 64, 287 with 48 each.
-_LEAST_CTAS = 8
+_LEAST_CTAS = 8  # of a kernel
 
 
 class Replica:
@@ -66,14 +64,14 @@ class Replica:
             pushing = pushing_waves(plain, landing, cast, self._reader.round_of, relay.sends)
             store = FailFastStore("replicas", signals.store)
             pushes = partial(_Pushes, sends, pushing, ctas[1], store, signals.timeout_s, options, kept)
-            landings = partial(_Landings, receives, store, signals.timeout_s, kept)
-            made: list[Any] = connect_together([pushes, landings], bound.device)
+            target = partial(_Target, receives, store, signals.timeout_s, kept)
+            made: list[Any] = connect_together([pushes, target], bound.device)
             self._pushes: _Pushes = made[0]
-            self._landings: _Landings = made[1]
+            self._target: _Target = made[1]
             opened.pop_all()
         self.bound = (bound, sends, receives)
         self.table_bytes = self._reader.table_bytes + self._pushes.table_bytes
-        self.executed = (*self._reader.executed, *self._pushes.executed, *self._landings.executed)
+        self.executed = (*self._reader.executed, *self._pushes.executed, *self._target.executed)
 
     @property
     def written_bytes(self) -> int:
@@ -82,7 +80,7 @@ class Replica:
         return bound.nbytes + receives.nbytes if self._reader.written_bytes else 0
 
     def run(self, run: int) -> None:
-        self._landings.settle()
+        self._target.settle()
         self._reader.begin(run, partial(self._push, run))
         waves = self._reader.waves
         landed = [self._reader.launch(0)]
@@ -92,19 +90,19 @@ class Replica:
             self._push(run, landed[wave])
         self._reader.end(run)
         self._pushes.end(run)
-        self._landings.end(run)
+        self._target.end(run)
 
     def _push(self, run: int, landed: torch.cuda.Event) -> None:
         """Queue the next wave, which begins when it has `landed`. Before the first one, all ranks let others write."""
         if not self._pushes.queued:
-            self._landings.admit(run)
+            self._target.admit(run)
             self._pushes.begin(run)
         self._pushes.launch(landed)
 
     def close(self) -> None:
         """Returns once this rank writes no more, and is written no more, or its peers have been silent for NOTICE_S."""
         self._pushes.close()
-        self._landings.close()
+        self._target.close()
         self._reader.close()
 
 
@@ -170,7 +168,7 @@ class _Pushes:
         self._mappings.close(is_read=is_written)
 
 
-class _Landings:
+class _Target:
     """What other replicas write here."""
 
     def __init__(self, bound: BoundSchedule, store: FailFastStore, timeout_s: float, kept: Kept) -> None:
@@ -210,7 +208,11 @@ class _Landings:
 
 
 def _divided(ctas: int, pulled: int, pushed: int) -> tuple[int, int]:
-    """Twice as many CTAs as one kernel has, for one that pulls and one that pushes so many bytes."""
+    """Twice as many CTAs as one kernel has, for one that pulls and one that pushes so many bytes: in proportion to these.
+
+    Else one holds up the other. Into each of three H100s: 345 GB/s with 32 and 64 CTAs, 344 with 24 and 48, 311 with 24 and
+    64, 287 with 48 each.
+    """
     least = min(_LEAST_CTAS, ctas)
     first = round(2 * ctas * pulled / max(1, pulled + pushed))
     first = min(max(first, least), 2 * ctas - least)
