@@ -1,6 +1,6 @@
 """Bind a rank's schedule to its live tensors: check everything first, touch no byte.
 
-Transports then cut it into buckets (`cut_buckets`), or make a table of what they pull (`pull_table`).
+Transports then cut it into buckets (`cut_buckets`), or make a table of what they pull or push (`peer_table`).
 """
 
 from __future__ import annotations

@@ -84,9 +84,9 @@ class Mappings:
 
         return addresses_of(exported, names, owner, base)
 
-    def close(self, *, is_read: bool = False) -> None:
-        """Use them no more. `is_read`: a kernel may still read them, so that they must stay mapped."""
-        self._kept._release(self, is_read, self._stay)
+    def close(self, *, is_used: bool = False) -> None:
+        """Use them no more. `is_used`: a kernel may still use them, so that they must stay mapped."""
+        self._kept._release(self, is_used, self._stay)
         self.used.clear()
 
 
@@ -227,16 +227,16 @@ class Kept:
         in_use = [*(self._mapped[each] for each in before), *(each for each in self._late if is_before(each.place))]
         if any(each.users or each.is_stuck for each in in_use):
             raise SessionError(
-                f"{owner} has allocated its memory anew, and a refit that failed may still read what was there: restart"
+                f"{owner} has allocated its memory anew, and a refit that failed may still read or write what was there: restart"
                 " this process"
             )
         self._drop(before)
 
-    def _release(self, mappings: Mappings, is_read: bool, stay: bool) -> None:
+    def _release(self, mappings: Mappings, is_used: bool, stay: bool) -> None:
         with self._lock:
             for mapped in mappings.used:
                 mapped.users.discard(mappings)
-                mapped.is_stuck |= is_read
+                mapped.is_stuck |= is_used
                 self._unmap_unused(mapped)
                 if not stay and not mapped.users and self._mapped.get(mapped.place) is mapped:
                     self._drop([mapped.place])

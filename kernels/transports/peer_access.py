@@ -6,6 +6,8 @@ A generation rank can read a training rank's memory under three conditions:
 - the training rank's memory can be exported;
 - the generation rank can map it, which it tries. The other's GPU may be one that CUDA_VISIBLE_DEVICES hides.
 
+Where replicas pass on, both must be able to export: the one that sends may be read, or write itself.
+
 The generation rank's environment variable MCORE_RESHARD_UNREACHABLE excludes pairs whatever the hardware says, as in
 `train:0-gen:1,relay:1-gen:0`. Tests simulate several hosts on one with it. Its pairs need not exchange bytes.
 """

@@ -102,13 +102,14 @@ def _connect_direct(context: TransportContext, *, passes_on: bool = False) -> Ex
 
 
 def _connect_whole(context: TransportContext) -> Executor:
-    """Connect the direct executor of a plan whose ranks are all within reach of each other."""
+    """Connect the direct executor of a plan whose ranks are all within reach of each other.
+
+    Of two hops among replicas, the second begins with what others have brought. So ranks then go wave by wave together.
+    """
     schedule = context.bound.schedule
     if len(schedule.later_hops) < 2:
         return _connect_direct(context, passes_on=schedule.relayed)
-    return connect_relayed(
-        _direct_parts, _direct_parts, context
-    )  # the second hop begins when others have pushed the first
+    return connect_relayed(_direct_parts, _direct_parts, context)
 
 
 def _connect_nccl(context: TransportContext, parts: Sequence[Sequence[BoundSchedule]]) -> Sequence[Executor]:

@@ -184,8 +184,11 @@ class Refitter(Member):
             return written / (in_bulk + attempt.kept_bytes) if written else 0.0
         if program.bound is None or program.executor is None:
             return 1.0 if attempt.written_by_name else 0.0
-        total = program.bound.nbytes
-        written = min(program.executor.written_bytes, total) if self._bulk_began else 0  # else those of the last refit
+        total = program.bound.nbytes  # that come from the trainer
+        written = program.executor.written_bytes if self._bulk_began else 0  # else those of the last refit
+        if written and not total:  # other replicas pass everything on
+            return 1.0
+        written = min(written, total)
         if attempt.share_by_name:
             written += attempt.written_by_name
             total += int(attempt.written_by_name / attempt.share_by_name)

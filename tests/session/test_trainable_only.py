@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from mcore_reshard.kernels.options import Options
 from mcore_reshard.planner.plan.frozen import with_frozen, without_frozen
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.session.endpoints import GenerationEndpoint, RefitReport, TrainEndpoint
+from mcore_reshard.session.refitter import Refitter
 
 CASES = [
     Case("tiny-llama", "tp=2", "tp=1,dp=3"),  # replicas relay
@@ -133,3 +135,16 @@ def refit_until_it_fails(number: int, address: str) -> list[str]:
 def test_after_a_failure_the_next_session_begins_with_everything() -> None:
     moved = ["everything", "trainable parameters", "failed", "everything", "trainable parameters"]
     assert values(run_ranks(5, refit_until_it_fails, timeout_s=60.0)) == [moved] * 5
+
+
+@pytest.mark.parametrize(("written", "share"), [(0, 0.0), (4096, 1.0)])
+def test_a_replica_that_others_pass_everything_to_is_mixed_once_they_may_have_written(
+    written: int, share: float
+) -> None:
+    """A refit of few parameters may bring a replica nothing from the trainer."""
+    rank: Any = SimpleNamespace(_staged=None, _bulk_began=True)
+    program: Any = SimpleNamespace(
+        bound=SimpleNamespace(nbytes=0), executor=SimpleNamespace(written_bytes=written), names=()
+    )
+    attempt: Any = SimpleNamespace(written_by_name=0, share_by_name=0.0)
+    assert Refitter._written_share(rank, program, attempt) == share

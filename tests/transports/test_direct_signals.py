@@ -87,9 +87,9 @@ def replica_of(reader: Any, view: Any) -> Any:
     ]
     signals = connect_together([partial(PeerSignals, store, bound, 10.0) for bound in bounds], None)
     end = replica.Replica.__new__(replica.Replica)
-    end._reader = reader
-    end._pushes = end_of(replica._Pushes, signals[0])
-    end._pushes.queued = 0
+    end._reader, end.bound = reader, (reader._bound, *bounds)
+    end._pushes = end_of(replica._Pushes, signals[0], queued=0)
+    end._admits = False
     end._target = end_of(replica._Target, signals[1], awaited=None)
     return end
 
@@ -102,7 +102,7 @@ def end_and_signals(number: int, address: str, plan: Plan) -> tuple[Any, Any]:
     from mcore_reshard.kernels.transports.direct.peer_signals import PeerSignals
     from mcore_reshard.kernels.transports.direct.staging import parted
 
-    torch.cuda.current_stream = MagicMock()
+    torch.cuda.current_stream = torch.cuda.Stream = MagicMock()
     ends.check_sums = lambda *_: None
     world, rank = ("train", number) if number < plan.train.world else ("gen", number - plan.train.world)
     schedule = schedule_of(plan, world, rank)  # type: ignore[arg-type]
@@ -136,7 +136,7 @@ def test_no_rank_waits_for_ever(case: Case) -> None:
     assert values(run_ranks(ranks, refit, plan, timeout_s=60.0)) == [REFITS] * ranks
 
 
-WRITES_S = 0.6
+WRITES_S = 2.0
 
 
 def fail_while_written(number: int, address: str, plan: Plan, writer_fails: bool) -> str:
@@ -184,6 +184,22 @@ def test_a_replica_that_fails_closes_when_it_is_written_no_more(writer_fails: bo
     plan = Case("tiny-qwen3", "tp=1", "dp=3").plan()
     said = values(run_ranks(4, fail_while_written, plan, writer_fails, timeout_s=60.0))
     assert said == ["", "", "no more writes", ""]
+
+
+def written_by_others(number: int, address: str, plan: Plan) -> int:
+    """What counts as written on a replica that gets nothing from the trainer; 0 on the trainer."""
+    signals, end = end_and_signals(number, address, plan)
+    if number:
+        end._reader._bound.nbytes = 0
+    end.run(1)
+    signals.store.set(f"over/{number}", "")
+    signals.store.wait([f"over/{other}" for other in range(plan.train.world + plan.gen.world)])
+    return end.written_bytes if number else 0
+
+
+def test_what_other_replicas_write_counts_as_written() -> None:
+    plan = Case("tiny-qwen3", "tp=1", "dp=3").plan()
+    assert values(run_ranks(4, written_by_others, plan, timeout_s=60.0)) == [0, 1, 1, 1]
 
 
 def test_in_some_of_them_trainers_cast_for_one_reader_and_send_plain_bytes_to_another() -> None:

@@ -130,7 +130,7 @@ def test_memory_that_was_allocated_anew_at_its_address_is_mapped_anew() -> None:
 def test_memory_that_a_failed_refit_may_still_read_stays_mapped_and_is_not_taken_for_what_came_after_it() -> None:
     pair = Pair()
     mappings, _ = pair.connect()
-    mappings.close(is_read=True)
+    mappings.close(is_used=True)
     pair.connect()[0].close()
     pair.theirs.allocate_anew(pair.tensors["a"])
     with pytest.raises(SessionError, match="train:0 has allocated its memory anew"):

@@ -261,7 +261,7 @@ def dying_among_pushes(number: int, address: str) -> str:
     launch = replica._Pushes.launch
 
     def die(self: Any, landed: Any) -> None:
-        if self.queued == 2:
+        if self._queued == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         launch(self, landed)
 

@@ -209,9 +209,9 @@ class Reader:
         """Unmap the sources. A source that died while it cast leaves a wait on the GPU: its memory then stays mapped."""
         withdraw_event(self._pulled)
         self._slots.close()
-        is_read = not EventPoller(CLOSE_S).until(self._stream.query)
+        is_used = not EventPoller(CLOSE_S).until(self._stream.query)
         for mappings in (self._mappings, self._slot_mappings):
-            mappings.close(is_read=is_read)
+            mappings.close(is_used=is_used)
 
     def _note_writes(self) -> None:
         self.written_bytes = self._bound.nbytes

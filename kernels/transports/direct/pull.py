@@ -1,4 +1,4 @@
-"""One launch of a reader: the copy engine takes large copies from another GPU, a kernel everything else, at the same time.
+"""One launch of a rank that pulls: the copy engine takes large copies from another GPU, a kernel everything else.
 
 58 GB of whole experts    the copy engine takes 55 GB, the largest copies first
 3 GB of rows              the kernel, and what the copy engine leaves of the experts
@@ -29,7 +29,7 @@ class DirectOptions:
     """How generation ranks pull. Training ranks ignore it."""
 
     shape: KernelShape | None = (
-        None  # None: all of a GPU that reads its own memory alone, else 48 of its multiprocessors
+        None  # None: all of a GPU that reads its own memory alone, else 48 of its multiprocessors; 96 of a replica that pushes
     )
     tile_bytes: int = DEFAULT_TILE_BYTES
     checksums: bool = False  # sum every tile as it is read and as it was written, and compare
@@ -37,9 +37,9 @@ class DirectOptions:
 
 
 class Pull:
-    """Copies (dtype COPY) of a reader on `device`, any number of times.
+    """Copies (dtype COPY) that `device` runs, any number of times. A replica that pushes has no part for the copy engine.
 
-    `source` [copies] is the rank that each reads. `first` and `together` order the kernel's tiles, as for `interleaved`.
+    `peer` [copies] is the rank that each reads, or writes. `first` and `together` order the kernel's tiles, as for `interleaved`.
     """
 
     def __init__(
@@ -50,18 +50,18 @@ class Pull:
         shape: KernelShape,
         options: DirectOptions,
         *,
-        source: Ints | NDArray[np.int32],
+        peer: Ints | NDArray[np.int32],
         by_engine: Collection[int] = (),  # ranks of whose copies the copy engine takes its share
         first: int,
         together: int | None,
         own_gpu: bool = False,
-        engine_stream: torch.cuda.Stream,
+        engine_stream: torch.cuda.Stream | None = None,
     ) -> None:
-        is_far = np.isin(source, [*by_engine])
+        is_far = np.isin(peer, [*by_engine])
         tiles, rows = divided(copies, addresses, options.tile_bytes, is_far, options.engine_share)
         self._engine = EngineCopies(rows, device) if len(rows.src) else None
         self._engine_stream = engine_stream
-        order = interleaved(source[tiles["copy"]].astype(np.int64), first, together)
+        order = interleaved(peer[tiles["copy"]].astype(np.int64), first, together)
         self._kernel = DeviceCopies(tiles[order], device, shape, checksums=options.checksums, own_gpu=own_gpu)
         self.nbytes = self._kernel.nbytes
 
@@ -70,6 +70,7 @@ class Pull:
         if self._engine is None:
             self._kernel.launch(stream)
             return
+        assert self._engine_stream is not None
         self._engine_stream.wait_stream(stream)
         try:
             self._kernel.launch(stream)
@@ -81,6 +82,11 @@ class Pull:
         """Everything that the next launch copies (dtype TILE), as the device and the driver are told."""
         tiles = self._kernel.read_back()
         return tiles if self._engine is None else np.concatenate([tiles, self._engine.read_back()])
+
+    def empty(self, stream: torch.cuda.Stream) -> None:
+        """Queue on `stream`: launches that begin later copy nothing. For good. Not for one with a copy engine's part."""
+        assert self._engine is None
+        self._kernel.empty(stream)
 
     def damaged(self) -> Ints:
         """Copies that wrote other bytes than they read, where these are summed; the last launch must have ended."""
@@ -105,7 +111,7 @@ class Waves:
     ) -> None:
         self._copies = [np.flatnonzero(wave == number) for number in range(1 + int(wave.max(initial=0)))]
         self._pulls = [
-            Pull(table.copies[copies], addresses, device, shape, options, source=table.peer[copies], **others)
+            Pull(table.copies[copies], addresses, device, shape, options, peer=table.peer[copies], **others)
             for copies in self._copies
         ]
         self.nbytes = sum(pull.nbytes for pull in self._pulls)
@@ -123,6 +129,11 @@ class Waves:
         for tiles, copies in zip(tables, self._copies, strict=True):
             tiles["copy"] = copies[tiles["copy"]]
         return np.concatenate(tables)
+
+    def empty(self, stream: torch.cuda.Stream) -> None:
+        """As `Pull.empty`, of all waves."""
+        for pull in self._pulls:
+            pull.empty(stream)
 
     def damaged(self) -> Ints:
         """As `Pull.damaged`, of all waves."""

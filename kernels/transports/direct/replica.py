@@ -16,6 +16,7 @@ A rank that fails ends its own pushes before it closes its connections, so that 
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -30,7 +31,7 @@ from mcore_reshard.kernels.copies.read_back import Executed
 from mcore_reshard.kernels.cuda.copy_kernel import KernelShape
 from mcore_reshard.kernels.cuda.executed_tiles import PlacedCopies, tile_problems
 from mcore_reshard.kernels.errors import TransferError
-from mcore_reshard.kernels.rendezvous.polling import CLOSE_S, NOTICE_S, EventPoller
+from mcore_reshard.kernels.rendezvous.polling import CLOSE_S, EventPoller
 from mcore_reshard.kernels.rendezvous.store_keys import FailFastStore
 from mcore_reshard.kernels.transports.base import connect_together
 from mcore_reshard.kernels.transports.kept import Kept
@@ -70,16 +71,18 @@ class Replica:
             self._target: _Target = made[1]
             opened.pop_all()
         self.bound = (bound, sends, receives)
+        self._admits = False  # whether others may write here in the run under way
         self.table_bytes = self._reader.table_bytes + self._pushes.table_bytes
         self.executed = (*self._reader.executed, *self._pushes.executed, *self._target.executed)
 
     @property
     def written_bytes(self) -> int:
-        """All, once something is queued here: others wait for that."""
+        """All, once something is queued here, or others may write."""
         bound, _, receives = self.bound
-        return bound.nbytes + receives.nbytes if self._reader.written_bytes else 0
+        return bound.nbytes + receives.nbytes if self._reader.written_bytes or self._admits else 0
 
     def run(self, run: int) -> None:
+        self._admits = False
         self._target.settle()
         self._reader.begin(run, partial(self._push, run))
         waves = self._reader.waves
@@ -94,13 +97,14 @@ class Replica:
 
     def _push(self, run: int, landed: torch.cuda.Event) -> None:
         """Queue the next wave, which begins when it has `landed`. Before the first one, all ranks let others write."""
-        if not self._pushes.queued:
+        if not self._admits:
+            self._admits = True
             self._target.admit(run)
             self._pushes.begin(run)
         self._pushes.launch(landed)
 
     def close(self) -> None:
-        """Returns once this rank writes no more, and is written no more, or its peers have been silent for NOTICE_S."""
+        """Returns once this rank writes no more, and is written no more. After a failure it waits CLOSE_S at most for either."""
         self._pushes.close()
         self._target.close()
         self._reader.close()
@@ -131,13 +135,13 @@ class _Pushes:
             self._copies = Waves(
                 self._table, wave[self._table.transfer], addresses, device,
                 replace(options.shape or KernelShape(), ctas=ctas), options,
-                first=bound.schedule.rank, together=1, engine_stream=self._stream,
+                first=bound.schedule.rank, together=1,
             )  # fmt: skip
         except BaseException:
             self._mappings.close()
             self._signals.close()
             raise
-        self.queued = 0  # waves, in the run under way
+        self._queued = 0  # waves, in the run under way
         self.table_bytes = self._copies.nbytes
         placed, name_of = PlacedCopies.of(self._table.copies, addresses), partial(parameter_of, bound, self._table)
         problems = tile_problems(self._copies.read_back(), placed, name_of)
@@ -145,27 +149,33 @@ class _Pushes:
 
     def begin(self, run: int) -> None:
         """Wait until all who are written are ready."""
+        self._queued = 0
         self._signals.hear(run, Signal.READY)
 
     def launch(self, landed: torch.cuda.Event) -> None:
         """Queue the next wave, which begins when it has `landed`."""
         self._stream.wait_event(landed)
-        if self.queued < len(self._copies):  # the last ones may have nothing to push
-            self._copies.launch(self.queued, self._stream)
-        self.queued += 1
+        if self._queued < len(self._copies):  # the last ones may have nothing to push
+            self._copies.launch(self._queued, self._stream)
+        self._queued += 1
 
     def end(self, run: int) -> None:
         """Wait until all pushes have ended, and tell whom they went to."""
-        self.queued = 0
+        assert self._queued >= len(self._copies), "something was never pushed"
         self._pushed.record(self._stream)
         self._pushing.wait(dict.fromkeys(self._signals.peers, self._pushed))
         check_sums(self._bound, self._table, self._copies, self._signals)
         self._signals.tell_last(run, Signal.DONE)
 
     def close(self) -> None:
-        is_written = not EventPoller(CLOSE_S).until(self._stream.query)
+        """End all pushes, and only then the connections. What still waits for a cast copies nothing when that is done."""
+        if not self._stream.query():  # a run has failed
+            emptying = torch.cuda.Stream(self._device)
+            self._copies.empty(emptying)
+            EventPoller(CLOSE_S).until(emptying.query)
+        is_used = not EventPoller(CLOSE_S).until(self._stream.query)
         self._signals.close()
-        self._mappings.close(is_read=is_written)
+        self._mappings.close(is_used=is_used)
 
 
 class _Target:
@@ -201,9 +211,11 @@ class _Target:
 
     def close(self) -> None:
         if self._awaited is not None:
+            deadline = time.monotonic() + CLOSE_S
             for peer in self._signals.peers:  # each says that it is done, or closes the connection when it is
                 with suppress(TransferError):
-                    self._signals.hear(self._awaited, Signal.DONE, [peer], timeout_s=NOTICE_S)
+                    left_s = max(0.01, deadline - time.monotonic())
+                    self._signals.hear(self._awaited, Signal.DONE, [peer], timeout_s=left_s)
         self._signals.close()
 
 
@@ -213,7 +225,9 @@ def _divided(ctas: int, pulled: int, pushed: int) -> tuple[int, int]:
     Else one holds up the other. Into each of three H100s: 345 GB/s with 32 and 64 CTAs, 344 with 24 and 48, 311 with 24 and
     64, 287 with 48 each.
     """
+    if not pulled or not pushed:
+        return ctas, ctas
     least = min(_LEAST_CTAS, ctas)
-    first = round(2 * ctas * pulled / max(1, pulled + pushed))
+    first = round(2 * ctas * pulled / (pulled + pushed))
     first = min(max(first, least), 2 * ctas - least)
     return first, 2 * ctas - first

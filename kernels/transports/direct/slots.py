@@ -230,7 +230,7 @@ class SlotReader:
             shape = shape if ctas is None else replace(shape, ctas=ctas)
             copies = Pull(
                 joined(tables), bases, device, shape, options,
-                source=source, by_engine=far, first=schedule.rank, together=1,
+                peer=source, by_engine=far, first=schedule.rank, together=1,
                 engine_stream=engine_stream,
             )  # fmt: skip
             self._rounds.append(_Pulling(together, source, copies))

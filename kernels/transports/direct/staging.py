@@ -100,10 +100,10 @@ def divide_slots(schedule: Schedule, scratch_bytes: int) -> tuple[SlotPlan, dict
 
 
 def rounds_of(schedule: Schedule, buckets: Mapping[int, Sequence[Bucket]]) -> NDArray[np.int64]:
-    """The round that has the end of each transfer, as `joined_transfers` has them; `buckets` are those of each peer."""
+    """The round with the end of each transfer, as `joined_transfers` has them; -1 of empty ones. `buckets`: of each peer."""
     rounds = []
     for stage, table in enumerate(schedule.tables):
-        of_stage = np.zeros(len(table), np.int64)
+        of_stage = np.full(len(table), -1)
         for peer, of_peer in buckets.items():
             numbers = [number for number, bucket in enumerate(of_peer) if bucket.stage == stage]
             begins = np.array([of_peer[number].row for number in numbers], np.int64)

@@ -45,10 +45,9 @@ def pushing_waves(plain: Schedule, landing: Ints, cast: Schedule, rounds: Ints, 
     return np.array([of_place[place] for place in _places(sends)], np.int64)
 
 
-def _places(schedule: Schedule) -> list[tuple[str, int]]:
-    """Where each transfer begins at this rank: the tensor, and the element."""
+def _places(schedule: Schedule) -> list[tuple[str, int, int]]:
+    """Where each transfer is at this rank: the tensor, its first element, and bytes, since empty ones may be anywhere."""
     table = joined_transfers(schedule.tables)
     names = [local.name for local in schedule.tensors]
-    return [
-        (names[tensor], offset) for tensor, offset in zip(table.tensor.tolist(), table.offset.tolist(), strict=True)
-    ]
+    columns = (table.tensor.tolist(), table.offset.tolist(), table.nbytes.tolist())
+    return [(names[tensor], offset, nbytes) for tensor, offset, nbytes in zip(*columns, strict=True)]
