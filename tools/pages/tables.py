@@ -177,12 +177,16 @@ def one_gpu_section() -> str:
     return "\n".join(lines)
 
 
-def links_section() -> str:
-    data = json.loads((RESULTS / "links-x4.json").read_text())
+def links_section(folder: Path = RESULTS) -> str:
+    return "\n\n".join(map(_links_table, sorted(folder.glob("links-x4*.json"), reverse=True)))
+
+
+def _links_table(file: Path) -> str:
+    data = json.loads(file.read_text())
     lines = [
         _wrapped(
             f"{data['what']}, {data['hardware']}, driver {data['driver']}, torch {data['versions']['torch']},"
-            f" {data['date']} (`python tools/bench_links.py`, [data]({LINKS}/links-x4.json)).{_noted(data)}"
+            f" {data['date']} (`python tools/bench_links.py`, [data]({LINKS}/{file.name})).{_noted(data)}"
         ),
         "",
         "| GPUs | copy engines | our kernel, one source after another | in turns of a tile | pushing | two kernels that pull |"

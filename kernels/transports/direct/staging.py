@@ -100,14 +100,18 @@ def divide_slots(schedule: Schedule, scratch_bytes: int) -> tuple[SlotPlan, dict
 
 
 def rounds_of(schedule: Schedule, buckets: Mapping[int, Sequence[Bucket]]) -> NDArray[np.int64]:
-    """The round with the end of each transfer, as `joined_transfers` has them; -1 of empty ones. `buckets`: of each peer."""
+    """The round with the end of each transfer, as `joined_transfers` has them; -1 of empty ones.
+
+    `buckets` are those of each peer, cut from its part of the schedule alone.
+    """
     rounds = []
     for stage, table in enumerate(schedule.tables):
         of_stage = np.full(len(table), -1)
         for peer, of_peer in buckets.items():
             numbers = [number for number, bucket in enumerate(of_peer) if bucket.stage == stage]
             begins = np.array([of_peer[number].row for number in numbers], np.int64)
-            rows = np.flatnonzero((table.peer == peer) & (table.nbytes > 0))
-            of_stage[rows] = np.array(numbers, np.int64)[np.searchsorted(begins, rows, side="right") - 1]
+            rows = np.flatnonzero(table.peer == peer)
+            full = np.flatnonzero(table.nbytes[rows] > 0)
+            of_stage[rows[full]] = np.array(numbers, np.int64)[np.searchsorted(begins, full, side="right") - 1]
         rounds.append(of_stage)
     return np.concatenate([np.zeros(0, np.int64), *rounds])
