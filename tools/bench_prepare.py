@@ -79,7 +79,7 @@ _CUT = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_
 
 # What counts as which phase, by where a name is looked up. A phase counts its own time, without phases within it.
 _SESSION = "mcore_reshard.session"
-_DIRECT = "mcore_reshard.kernels.transports.direct.executor"
+_ENDS = "mcore_reshard.kernels.transports.direct.ends"
 _SIGNALS = "mcore_reshard.kernels.transports.direct.peer_signals"
 _KEPT = "mcore_reshard.kernels.transports.kept"
 _TIMED = {
@@ -95,8 +95,8 @@ _TIMED_DIRECT = {
         *(f"{_KEPT}.{name}" for name in ("Kept.publish", "Kept.export_of")),
     ),
     "map": (f"{_KEPT}.Kept.export", f"{_KEPT}.Mappings.addresses"),
-    "tables": tuple(f"{_DIRECT}.{name}" for name in ("pull_table", "Pull")),
-    "checks": (f"{_DIRECT}.tile_problems",),
+    "tables": tuple(f"{_ENDS}.{name}" for name in ("pull_table", "Waves")),
+    "checks": (f"{_ENDS}.tile_problems",),
 }
 
 
