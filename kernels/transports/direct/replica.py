@@ -33,7 +33,7 @@ from mcore_reshard.kernels.cuda.executed_tiles import PlacedCopies, tile_problem
 from mcore_reshard.kernels.errors import TransferError
 from mcore_reshard.kernels.rendezvous.polling import CLOSE_S, EventPoller
 from mcore_reshard.kernels.rendezvous.store_keys import FailFastStore
-from mcore_reshard.kernels.transports.base import connect_together
+from mcore_reshard.kernels.transports.base import close_all, connect_together
 from mcore_reshard.kernels.transports.kept import Kept
 
 from .ends import EventWait, Reader, check_sums, parameter_of
@@ -105,9 +105,7 @@ class Replica:
 
     def close(self) -> None:
         """Returns once this rank writes no more, and is written no more. After a failure it waits CLOSE_S at most for either."""
-        self._pushes.close()
-        self._target.close()
-        self._reader.close()
+        close_all([self._reader, self._target, self._pushes])  # the last one first
 
 
 class _Pushes:
@@ -169,13 +167,16 @@ class _Pushes:
 
     def close(self) -> None:
         """End all pushes, and only then the connections. What still waits for a cast copies nothing when that is done."""
-        if not self._stream.query():  # a run has failed
-            emptying = torch.cuda.Stream(self._device)
-            self._copies.empty(emptying)
-            EventPoller(CLOSE_S).until(emptying.query)
-        is_used = not EventPoller(CLOSE_S).until(self._stream.query)
-        self._signals.close()
-        self._mappings.close(is_used=is_used)
+        is_used = True
+        try:
+            if not self._stream.query():  # a run has failed
+                emptying = torch.cuda.Stream(self._device)
+                self._copies.empty(emptying)
+                EventPoller(CLOSE_S).until(emptying.query)
+            is_used = not EventPoller(CLOSE_S).until(self._stream.query)
+        finally:  # also where the GPU is broken
+            self._signals.close()
+            self._mappings.close(is_used=is_used)
 
 
 class _Target:
