@@ -154,7 +154,7 @@ def marks_of(row: dict[str, Any]) -> list[pytest.MarkDecorator]:
     return [] if row["workload"].startswith("dense") else [pytest.mark.long]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("file", "case", "method", "row"),
     [

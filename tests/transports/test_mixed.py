@@ -55,7 +55,7 @@ def on_cpu(number: int, address: str, case: Case, unreachable: str, far_unavaila
         return planned_refits.refit(number, address, case, "cpu")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("case", "unreachable", "ways"),
     [

@@ -175,6 +175,7 @@ def all_scales(plan: Plan) -> set[str]:
     return {name for name in names if name.endswith("_scale_inv")}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("replicas", [2, 3, 4, 8])
 def test_every_wave_brings_every_replica_its_share(replicas: int) -> None:
     plan = Case("qwen3-30b-a3b", "tp=1", f"dp={replicas}").plan()
