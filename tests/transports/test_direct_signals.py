@@ -129,7 +129,6 @@ def refit(number: int, address: str, plan: Plan) -> int:
 
 
 @pytest.mark.long
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", [*CASTS, *PASSED_ON], ids=lambda case: f"{case}"[:80])
 def test_no_rank_waits_for_ever(case: Case) -> None:
     plan = case.plan()
