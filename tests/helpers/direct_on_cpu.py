@@ -1,0 +1,166 @@
+"""The direct transport without a GPU: its kernels walk their tiles on the CPU, in memory that all ranks share.
+
+Ranks are forked from a process that has allocated the tensors of all of them in shared memory, so that each tensor has one
+address everywhere. Streams and events are stand-ins: what is queued is done at once. Everything else is real.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+from unittest.mock import MagicMock
+
+import numpy as np
+import synthetic
+import torch
+from helpers.fake_memory import FakeMemory
+from helpers.ranks import store_of
+from helpers.tiles import run_tiles
+from helpers.ways import rounds_stand_in
+from numpy.typing import NDArray
+
+from mcore_reshard.kernels.copies.bind import bind
+from mcore_reshard.kernels.copies.executed import executed_digests
+from mcore_reshard.kernels.cuda.exported import Allocation
+from mcore_reshard.kernels.options import Options
+from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
+from mcore_reshard.kernels.transports import registry
+from mcore_reshard.kernels.transports.base import Transport, TransportContext
+from mcore_reshard.kernels.transports.group_ranks import group_names
+from mcore_reshard.kernels.transports.kept import Kept
+from mcore_reshard.kernels.transports.mixed import Way, connect_by_pair
+from mcore_reshard.planner.plan.make_schedule import schedule_of
+from mcore_reshard.planner.plan.plan import Plan
+from mcore_reshard.planner.plan.schedule import World
+
+REFITS = 2
+Tensors = Mapping[str, torch.Tensor]
+
+
+class OneAddressSpace(FakeMemory):
+    """Memory that has the same address in all processes."""
+
+    def open_memory(self, allocation: Allocation, device: torch.device, owner: str) -> int:
+        self.open[allocation.address] = allocation
+        return allocation.address
+
+
+class CpuCopies:
+    """DeviceCopies on the CPU."""
+
+    def __init__(self, tiles: NDArray[np.void], *_: Any, **__: Any) -> None:
+        self._tiles, self.nbytes = tiles.copy(), tiles.nbytes
+
+    def launch(self, stream: Any) -> None:
+        run_tiles(self._tiles)
+
+    def read_back(self) -> NDArray[np.void]:
+        return self._tiles.copy()
+
+    def damaged(self) -> NDArray[np.int64]:
+        return np.zeros(0, np.int64)
+
+
+class Event:
+    """An event that has happened."""
+
+    def __init__(self, **_: Any) -> None: ...
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def ipc_handle(self) -> bytes:
+        return id(self).to_bytes(64, "little")
+
+    @classmethod
+    def from_ipc_handle(cls, device: Any, handle: bytes) -> Event:
+        return cls()
+
+
+class Stream:
+    """A stream that is never behind."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def record_event(self) -> Event:
+        return Event()
+
+    def query(self) -> bool:
+        return True
+
+
+def of_all_ranks(plan: Plan) -> list[Tensors]:
+    """The tensors of every rank, training ranks first, in shared memory. Call it before ranks are forked."""
+    worlds: list[tuple[World, int]] = [("train", plan.train.world), ("gen", plan.gen.world)]
+    held = []
+    for world, ranks in worlds:
+        for rank in range(ranks):
+            tensors = synthetic.allocate(schedule_of(plan, world, rank), torch.device("cpu"))
+            if world == "train":
+                synthetic.fill(plan, world, rank, tensors)
+            held.append({name: tensor.share_memory_() for name, tensor in tensors.items()})
+    return held
+
+
+def refit(
+    number: int, address: str, plan: Plan, held: list[Tensors], waves: int, *, by_pair: bool, early: bool = False
+) -> tuple[str, str, dict[str, str], dict[str, int]]:
+    """Rank `number` refits: (executor, end of it, digests of what it executes, wrong elements by parameter).
+
+    With `by_pair` pairs in MCORE_RESHARD_UNREACHABLE go by a stand-in for nccl. `early`: replicas push all in the first wave.
+    """
+    for name in ("cuda", "cuda.bindings", "cuda.core"):  # of this process alone, as all that follows
+        sys.modules[name] = MagicMock()
+    torch.cuda.Stream, torch.cuda.Event = Stream, Event  # type: ignore[misc, assignment]
+    torch.cuda.device = lambda device: nullcontext()  # type: ignore[assignment, misc]
+    torch.cuda.current_device, torch.cuda.get_device_properties = lambda: 0, MagicMock()  # type: ignore[assignment]
+    torch.cuda.current_stream = lambda device=None: Stream()  # type: ignore[assignment, misc]
+    from mcore_reshard.kernels.transports.direct import ends, pull, replica
+
+    pull.DeviceCopies, ends.is_plain = CpuCopies, lambda tensor: True  # type: ignore[misc, assignment]
+    replica.waves_for = lambda nbytes: waves
+    if early:
+        pushing = replica.pushing_waves
+        replica.pushing_waves = lambda *given: np.zeros_like(pushing(*given))
+    train = plan.train.world
+    world, rank = ("train", number) if number < train else ("gen", number - train)
+    schedule = schedule_of(plan, world, rank)  # type: ignore[arg-type]
+    tensors = dict(held[number])
+    store, options = store_of(address), Options(timeout_s=20.0)
+    group = GlooGroup(store.under("group"), number, group_names(schedule), timeout_s=options.timeout_s)
+    context = TransportContext(
+        store.under("link"), group, bind(schedule, tensors), options, Kept(memory=OneAddressSpace())
+    )
+    connect = registry._connect_whole
+    if by_pair:
+        direct = Transport("direct", frozenset({"cpu"}), "", lambda: None, connect)
+        ways = Way(direct, registry._direct_parts), rounds_stand_in("far")
+        connect = partial(connect_by_pair, direct=ways[0], nccl=ways[1])
+    executor: Any = connect(context)
+    wrong: dict[str, int] = {}
+    for version in range(REFITS):
+        if world == "gen":
+            for tensor in tensors.values():
+                tensor.view(torch.uint8).fill_(synthetic.POISON)
+        store.set(f"poisoned/{version}/{number}", "")
+        store.wait([f"poisoned/{version}/{other}" for other in range(len(held))])
+        executor.run()
+        if world == "gen":
+            wrong |= synthetic.wrong_elements(plan, "gen", rank, tensors)
+        store.set(f"read/{version}/{number}", "")
+        store.wait([f"read/{version}/{other}" for other in range(len(held))])
+    digests = executed_digests([(context.bound, executor.executed)])
+    end = type(getattr(executor, "_end", executor)).__name__
+    name = executor.name
+    executor.close()
+    group.close()
+    return name, end, digests, wrong

@@ -1,0 +1,73 @@
+"""The direct transport from end to end, without a GPU: every byte arrives, by pulls, by pushes, and beside another transport."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from helpers import direct_on_cpu
+from helpers.plans import Case
+from helpers.ranks import run_ranks, values
+
+from mcore_reshard.kernels.copies.executed import first_difference
+from mcore_reshard.kernels.transports.peer_access import UNREACHABLE_VARIABLE
+
+MOE = Case("tiny-qwen3-moe", "tp=2,ep=2", "tp=2")
+ONE_TO_THREE = Case("tiny-qwen3", "tp=1", "dp=3")
+TWO_TO_FOUR = Case("tiny-qwen3-moe", "tp=2,ep=2", "tp=2,dp=2")
+FP8_TO_FP8 = Case("tiny-qwen3-moe-fp8", "tp=1", "dp=2", dtypes=("fp8", "fp8"), block=(128, 128))
+ON_ONE_HOST = Case("tiny-qwen3", "tp=1", "dp=4", machine="h200-8,gpus=8", hosts="train=a*1,gen=a*4@1")
+THREE_HOPS = Case("tiny-qwen3", "tp=2", "tp=1,dp=4", machine="h200-8,gpus=2")
+
+
+def refitted(case: Case, unreachable: str | None = None, waves: int = 5) -> tuple[list[str], list[str]]:
+    """(executors, ends) of all ranks after refits without a wrong byte, of which both ends of each pair agree."""
+    plan = case.plan()
+    held = direct_on_cpu.of_all_ranks(plan)
+    by_pair = unreachable is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(UNREACHABLE_VARIABLE, unreachable or "")
+        told: Any = values(run_ranks(len(held), one_rank, plan, held, waves, by_pair, timeout_s=60.0))
+    assert [wrong for *_, wrong in told] == [{}] * len(held)
+    digests = {f"{number}": of_rank for number, (_, _, of_rank, _) in enumerate(told)}
+    assert sum(map(len, digests.values())) and first_difference(digests) is None
+    return [name for name, *_ in told], [end for _, end, *_ in told]
+
+
+def one_rank(number: int, address: str, plan: Any, held: Any, waves: int, by_pair: bool, early: bool = False) -> Any:
+    return direct_on_cpu.refit(number, address, plan, held, waves, by_pair=by_pair, early=early)
+
+
+def test_what_is_pushed_before_it_has_landed_is_found() -> None:
+    plan = ONE_TO_THREE.plan()
+    told: Any = values(run_ranks(4, one_rank, plan, direct_on_cpu.of_all_ranks(plan), 5, False, True, timeout_s=60.0))
+    assert all(wrong for *_, wrong in told[1:])
+
+
+def test_readers_pull() -> None:
+    assert refitted(MOE) == (["direct"] * 4, ["Source"] * 2 + ["Reader"] * 2)
+
+
+@pytest.mark.parametrize("waves", [1, 5, 64])
+def test_replicas_push(waves: int) -> None:
+    assert refitted(ONE_TO_THREE, waves=waves) == (["direct"] * 4, ["Source"] + ["Replica"] * 3)
+
+
+@pytest.mark.parametrize("case", [TWO_TO_FOUR, FP8_TO_FP8, ON_ONE_HOST], ids=str)
+def test_replicas_of_several_kinds_push(case: Case) -> None:
+    plan = case.plan()
+    assert plan.relay or plan.later_hops
+    assert refitted(case)[1] == ["Source"] * plan.train.world + ["Replica"] * plan.gen.world
+
+
+def test_what_is_passed_on_twice_is_pulled_wave_by_wave() -> None:
+    assert set(refitted(THREE_HOPS)[1]) == {"RelayedExecutor"}
+
+
+def test_where_all_are_near_auto_pushes() -> None:
+    assert refitted(ONE_TO_THREE, unreachable="")[1] == ["Source"] + ["Replica"] * 3
+
+
+def test_where_some_are_far_replicas_pull_from_each_other() -> None:
+    names, ends = refitted(ONE_TO_THREE, unreachable="train:0-gen:2")
+    assert set(names) == {"direct+far"} and set(ends) == {"RelayedExecutor"}
