@@ -6,10 +6,12 @@ address everywhere. Streams and events are stand-ins: what is queued is done at 
 
 from __future__ import annotations
 
+import ctypes
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from math import prod
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -22,7 +24,10 @@ from helpers.tiles import run_tiles
 from helpers.ways import rounds_stand_in
 from numpy.typing import NDArray
 
-from mcore_reshard.kernels.copies.bind import bind
+from mcore_reshard.kernels.copies import bind as binding
+from mcore_reshard.kernels.copies.cast_arithmetic import block_scales
+from mcore_reshard.kernels.copies.casts import Casts
+from mcore_reshard.kernels.copies.cpu import run_copies
 from mcore_reshard.kernels.copies.executed import executed_digests
 from mcore_reshard.kernels.cuda.exported import Allocation
 from mcore_reshard.kernels.options import Options
@@ -37,6 +42,8 @@ from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.schedule import World
 
 REFITS = 2
+SLAB, SLAB_BYTES = "slab", 8 << 20
+SCRATCH_BYTES = 64 << 10
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -64,6 +71,60 @@ class CpuCopies:
         return np.zeros(0, np.int64)
 
 
+class CpuGather:
+    """DeviceGather on the CPU."""
+
+    nbytes = 0
+
+    def __init__(
+        self,
+        copies: NDArray[np.void],
+        addresses: NDArray[np.uint64],
+        casts: Casts,
+        *_: Any,
+        computes: Collection[int],
+        elements: Sequence[int],
+    ) -> None:
+        self._copies, self._casts, self._computes, self._elements = copies.copy(), casts, [*computes], elements
+        memory = [(ctypes.c_uint8 * SLAB_BYTES).from_address(address) for address in addresses.tolist()]
+        self._bases = [np.frombuffer(each, np.uint8) for each in memory]  # none is larger
+
+    def launch(self, stream: Any) -> None:
+        for index in self._computes:
+            cast = self._casts[index]
+            if cast.scales is None:
+                continue
+            nbytes = self._elements[index] * cast.form.src_bytes
+            weight = torch.from_numpy(self._bases[index][:nbytes]).view(torch.bfloat16).reshape(-1, *cast.form.matrix)
+            scales = torch.cat([block_scales(each, cast.form.block).reshape(-1) for each in weight])
+            self._bases[cast.scales][: 4 * len(scales)] = scales.numpy().view(np.uint8)
+        run_copies(self._copies, self._bases, self._casts)
+
+    def problems(self, *_: Any) -> list[str]:
+        return []
+
+
+class Slab:
+    """Shared memory of one rank, for what it allocates after it was forked; torch in its place for everything else."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory, self._used = memory, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def empty(self, nbytes: int, **_: Any) -> torch.Tensor:
+        begin, self._used = self._used, self._used + -(-nbytes // 64) * 64
+        assert self._used <= len(self._memory)
+        return self._memory[begin : begin + nbytes]
+
+    def zeros(self, shape: Sequence[int], *, dtype: torch.dtype, **_: Any) -> torch.Tensor:
+        return self.empty(prod(shape) * dtype.itemsize).zero_().view(dtype).reshape(*shape)
+
+    def zeros_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.zeros(tensor.shape, dtype=tensor.dtype)
+
+
 class Event:
     """An event that has happened."""
 
@@ -84,6 +145,8 @@ class Event:
 
 class Stream:
     """A stream that is never behind."""
+
+    device = torch.device("cpu")
 
     def __init__(self, *_: Any) -> None: ...
 
@@ -107,7 +170,8 @@ def of_all_ranks(plan: Plan) -> list[Tensors]:
             tensors = synthetic.allocate(schedule_of(plan, world, rank), torch.device("cpu"))
             if world == "train":
                 synthetic.fill(plan, world, rank, tensors)
-            held.append({name: tensor.share_memory_() for name, tensor in tensors.items()})
+            slab = {SLAB: torch.empty(SLAB_BYTES, dtype=torch.uint8)} if world == "train" else {}
+            held.append({name: tensor.share_memory_() for name, tensor in (tensors | slab).items()})
     return held
 
 
@@ -124,7 +188,7 @@ def refit(
     torch.cuda.device = lambda device: nullcontext()  # type: ignore[assignment, misc]
     torch.cuda.current_device, torch.cuda.get_device_properties = lambda: 0, MagicMock()  # type: ignore[assignment]
     torch.cuda.current_stream = lambda device=None: Stream()  # type: ignore[assignment, misc]
-    from mcore_reshard.kernels.transports.direct import ends, pull, replica
+    from mcore_reshard.kernels.transports.direct import ends, pull, replica, slots
 
     pull.DeviceCopies, ends.is_plain = CpuCopies, lambda tensor: True  # type: ignore[misc, assignment]
     replica.waves_for = lambda nbytes: waves
@@ -135,11 +199,14 @@ def refit(
     world, rank = ("train", number) if number < train else ("gen", number - train)
     schedule = schedule_of(plan, world, rank)  # type: ignore[arg-type]
     tensors = dict(held[number])
-    store, options = store_of(address), Options(timeout_s=20.0)
+    slab = Slab(tensors.pop(SLAB, torch.empty(0, dtype=torch.uint8)))
+    memory = OneAddressSpace()
+    slots.torch, slots.DeviceGather, slots.export = slab, CpuGather, memory.export  # type: ignore[attr-defined, misc, assignment]
+    binding.torch = slab  # type: ignore[assignment]  # scales that casts compute
+    bound = binding.bind(schedule, tensors)
+    store, options = store_of(address), Options(timeout_s=20.0, scratch_bytes=SCRATCH_BYTES)
     group = GlooGroup(store.under("group"), number, group_names(schedule), timeout_s=options.timeout_s)
-    context = TransportContext(
-        store.under("link"), group, bind(schedule, tensors), options, Kept(memory=OneAddressSpace())
-    )
+    context = TransportContext(store.under("link"), group, bound, options, Kept(memory=memory))
     connect = registry._connect_whole
     if by_pair:
         direct = Transport("direct", frozenset({"cpu"}), "", lambda: None, connect)

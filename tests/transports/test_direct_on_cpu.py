@@ -16,6 +16,11 @@ MOE = Case("tiny-qwen3-moe", "tp=2,ep=2", "tp=2")
 ONE_TO_THREE = Case("tiny-qwen3", "tp=1", "dp=3")
 TWO_TO_FOUR = Case("tiny-qwen3-moe", "tp=2,ep=2", "tp=2,dp=2")
 FP8_TO_FP8 = Case("tiny-qwen3-moe-fp8", "tp=1", "dp=2", dtypes=("fp8", "fp8"), block=(128, 128))
+ALL_CAST = Case("tiny-qwen3", "tp=1", "dp=3", dtypes=("bf16", "fp8"), block=(8, 8))
+SOME_CAST = Case(
+    "tiny-qwen3", "tp=2", "tp=1,dp=4", dtypes=("bf16", "fp8"), block=(8, 8), kept=("model.layers.1.mlp.down_proj",)
+)
+PIPELINED_CAST = Case("tiny-qwen3-moe", "pp=2", "tp=1", dtypes=("bf16", "fp8"), block=(8, 16))
 ON_ONE_HOST = Case("tiny-qwen3", "tp=1", "dp=4", machine="h200-8,gpus=8", hosts="train=a*1,gen=a*4@1")
 THREE_HOPS = Case("tiny-qwen3", "tp=2", "tp=1,dp=4", machine="h200-8,gpus=2")
 
@@ -53,7 +58,7 @@ def test_replicas_push(waves: int) -> None:
     assert refitted(ONE_TO_THREE, waves=waves) == (["direct"] * 4, ["Source"] + ["Replica"] * 3)
 
 
-@pytest.mark.parametrize("case", [TWO_TO_FOUR, FP8_TO_FP8, ON_ONE_HOST], ids=str)
+@pytest.mark.parametrize("case", [TWO_TO_FOUR, FP8_TO_FP8, ALL_CAST, SOME_CAST, ON_ONE_HOST], ids=str)
 def test_replicas_of_several_kinds_push(case: Case) -> None:
     plan = case.plan()
     assert plan.relay or plan.later_hops
@@ -68,6 +73,16 @@ def test_where_all_are_near_auto_pushes() -> None:
     assert refitted(ONE_TO_THREE, unreachable="")[1] == ["Source"] + ["Replica"] * 3
 
 
-def test_where_some_are_far_replicas_pull_from_each_other() -> None:
-    names, ends = refitted(ONE_TO_THREE, unreachable="train:0-gen:2")
-    assert set(names) == {"direct+far"} and set(ends) == {"RelayedExecutor"}
+@pytest.mark.parametrize(
+    ("case", "unreachable"),
+    [
+        (ONE_TO_THREE, "train:0-gen:2"),
+        (ALL_CAST, "train:0-gen:2,relay:0-gen:1"),
+        (PIPELINED_CAST, "train:0-gen:0"),
+    ],
+    ids=["one replica", "one replica, and others from each other, cast", "a stage, cast"],
+)
+def test_beside_pairs_that_are_far(case: Case, unreachable: str) -> None:
+    names, ends = refitted(case, unreachable)
+    assert "direct+far" in names and {*names} <= {"direct", "far", "direct+far"}
+    assert {*ends} <= {"RelayedExecutor", "MixedExecutor"}
