@@ -18,7 +18,7 @@ from mcore_reshard.planner.plan.schedule import Schedule
 
 MOST_WAVES = 64
 # A wave costs some microseconds between two kernels, and the first one lands while nothing is pushed. So the best number goes
-# with the square root of the bytes; 61 GB in 64 waves took three H100s 176.7 ms, in 32 178.9, in 16 181.5.
+# with the square root of the bytes; 61 GB in 64 waves took three H100s 176.7 ms, in 32 178.0, in 16 181.6.
 _BYTES = 15_000_000
 
 
