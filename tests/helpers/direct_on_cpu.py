@@ -193,8 +193,8 @@ def refit(
     pull.DeviceCopies, ends.is_plain = CpuCopies, lambda tensor: True  # type: ignore[misc, assignment]
     replica.waves_for = lambda nbytes: waves
     if early:
-        pushing = replica.pushing_waves
-        replica.pushing_waves = lambda *given: np.zeros_like(pushing(*given))
+        pushing = ends.pushing_waves
+        ends.pushing_waves = lambda *given: np.zeros_like(pushing(*given))
     train = plan.train.world
     world, rank = ("train", number) if number < train else ("gen", number - train)
     schedule = schedule_of(plan, world, rank)  # type: ignore[arg-type]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from math import prod
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +19,7 @@ from mcore_reshard.kernels.transports.direct.waves import MOST_WAVES, landing_wa
 from mcore_reshard.kernels.transports.rounds import in_rounds
 from mcore_reshard.planner.plan.make_schedule import relays_of, schedule_of
 from mcore_reshard.planner.plan.plan import Plan
-from mcore_reshard.planner.plan.schedule import Schedule
+from mcore_reshard.planner.plan.schedule import Schedule, TransferTable
 
 ONE_TO_THREE = Case("tiny-qwen3", "tp=1", "dp=3")
 TWO_TO_FOUR = Case("tiny-qwen3-moe", "tp=2,ep=2", "tp=2,dp=2")
@@ -82,6 +85,15 @@ def test_everything_is_pushed_as_soon_as_it_has_landed_and_not_before(case: Case
 def test_some_are_cast_by_two_trainers() -> None:
     cast = parted(schedule_of(SOME_CAST.plan(), "gen", 0))[1]
     assert len(cast.peers) == 2
+
+
+@pytest.mark.parametrize("waves", [1, 3])
+@pytest.mark.parametrize("last", [0, 1, 2])
+def test_a_tiny_transfer_at_the_end_is_of_the_last_wave(last: int, waves: int) -> None:
+    nbytes = np.array([4, 4, 4, last])
+    columns = {column.name: np.zeros(4, np.int64) for column in fields(TransferTable)} | {"nbytes": nbytes}
+    plain: Any = SimpleNamespace(tables=[TransferTable(**columns)])
+    assert landing_waves(plain, waves)[-1] == waves - 1
 
 
 def test_waves_are_of_about_equal_size() -> None:

@@ -21,7 +21,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import torch
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule
@@ -36,12 +35,14 @@ from mcore_reshard.kernels.cuda.ipc import export_event, open_event, withdraw_ev
 from mcore_reshard.kernels.errors import ChecksumError, DeadlineError, TransferError
 from mcore_reshard.kernels.rendezvous.polling import CLOSE_S, EventPoller
 from mcore_reshard.kernels.transports.kept import Kept
+from mcore_reshard.planner.plan.schedule import Schedule
 
 from .peer_signals import PeerSignals, Signal
 from .pull import DirectOptions, Waves, read_by_engine
 from .shared_memory import addresses_of, fetch_exports, share_memory
 from .slots import SlotReader, SlotSource
 from .staging import parted
+from .waves import landing_waves, pushing_waves
 
 
 class Source:
@@ -95,8 +96,7 @@ class Source:
 class Reader:
     """A generation rank: its kernels, and the mappings that they read.
 
-    A replica that passes on what it reads gives `waves`: the wave of each transfer of the part that is not cast. `ctas` is then
-    its part of the GPU.
+    A replica that passes on what it reads does so in `waves`, and after each round of casts. `ctas` is then its part of the GPU.
     """
 
     scratch_bytes = 0
@@ -109,7 +109,7 @@ class Reader:
         options: DirectOptions,
         kept: Kept,
         *,
-        waves: Ints | None = None,
+        waves: int = 1,
         ctas: int | None = None,
     ) -> None:
         schedule = bound.schedule
@@ -119,6 +119,7 @@ class Reader:
         self._signals = signals
         self._pulling = EventWait(signals, "the pull")
         self._table = pull_table(plain, plain.view.source_table())
+        self._plain, self._cast, self._landing = plain, cast, landing_waves(plain, waves)
         device = self._device = bound.device or torch.device("cuda", torch.cuda.current_device())
         # torch hands out 32 streams in turn, so that these two differ.
         self._stream, engine_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -143,9 +144,8 @@ class Reader:
                 shape = replace(shape, ctas=ctas)
             elif schedule.relayed:  # half the CTAs on the first hop: its loads hold up the second hop's
                 shape = replace(shape, ctas=-(-shape.ctas // 2))
-            wave = np.zeros(len(self._table.copies), np.int64) if waves is None else waves[self._table.transfer]
             self._copies = Waves(
-                self._table, wave, addresses, device, shape, options,
+                self._table, self._landing[self._table.transfer], addresses, device, shape, options,
                 by_engine=read_by_engine(schedule, gpus, device, options), first=schedule.rank,
                 together=1 if by_tile else None, own_gpu=own_gpu, engine_stream=engine_stream,
             )  # fmt: skip
@@ -165,10 +165,9 @@ class Reader:
     def waves(self) -> int:
         return len(self._copies)
 
-    @property
-    def round_of(self) -> Ints:
-        """The round in which each transfer has landed that is cast."""
-        return self._slots.round_of
+    def pushing_waves(self, sends: Schedule) -> Ints:
+        """The wave of each transfer that is passed on, counted from the first round of casts on."""
+        return pushing_waves(self._plain, self._landing, self._cast, self._slots.round_of, sends)
 
     def run(self, run: int) -> None:
         self.begin(run)

@@ -40,8 +40,7 @@ from .ends import EventWait, Reader, check_sums, parameter_of
 from .peer_signals import PeerSignals, Signal
 from .pull import DirectOptions, Waves
 from .shared_memory import addresses_of, fetch_exports, share_memory
-from .staging import parted
-from .waves import landing_waves, pushing_waves, waves_for
+from .waves import waves_for
 
 _LEAST_CTAS = 8  # of a kernel
 
@@ -55,14 +54,13 @@ class Replica:
         assert bound.schedule.view is not None
         (relay,) = bound.schedule.view.relays()
         sends, receives = bound.part(relay.sends), bound.part(relay.receives)
-        plain, cast = parted(bound.schedule)
-        landing = landing_waves(plain, waves_for(bound.nbytes + receives.nbytes))
+        waves = waves_for(bound.nbytes + receives.nbytes)
         ctas = _divided((options.shape or KernelShape()).ctas, bound.nbytes, sends.nbytes)
         opened = ExitStack()
         with opened:
-            self._reader = Reader(bound, signals, options, kept, waves=landing, ctas=ctas[0])
+            self._reader = Reader(bound, signals, options, kept, waves=waves, ctas=ctas[0])
             opened.callback(self._reader.close)
-            pushing = pushing_waves(plain, landing, cast, self._reader.round_of, relay.sends)
+            pushing = self._reader.pushing_waves(relay.sends)
             store = FailFastStore("replicas", signals.store)
             pushes = partial(_Pushes, sends, pushing, ctas[1], store, signals.timeout_s, options, kept)
             target = partial(_Target, receives, store, signals.timeout_s, kept)

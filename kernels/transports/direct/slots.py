@@ -178,7 +178,8 @@ class SlotReader:
         self._signals = signals
         self._stream = stream
         self.problems: list[str] = []  # of the tables, as they were read back from the device
-        self.round_of = np.zeros(0, np.int64)  # each transfer, as `joined_transfers` has them: in which it has landed
+        self._schedule = schedule
+        self._buckets: dict[int, tuple[Bucket, ...]] = {}  # by source
         self._rounds: list[_Pulling] = []
         self._slot_streams: list[torch.cuda.Stream] = []
         self._taken: list[torch.cuda.Event] = []
@@ -195,7 +196,7 @@ class SlotReader:
         signals.publish({"events": events, "gpu": gpu_of(device)}, prefix=_PREFIX)
         addresses = [tensor.data_ptr() for tensor in bound.tensors]
         own = len(addresses)
-        buckets: dict[int, tuple[Bucket, ...]] = {}
+        buckets = self._buckets
         places: dict[int, int] = {}
         slots: dict[int, list[int]] = {}
         gpus: dict[int, set[str]] = {}
@@ -215,7 +216,6 @@ class SlotReader:
         bases = np.array(addresses, np.uint64)
         self.shares_gpu = gpu_of(device) in {gpu for of_peer in gpus.values() for gpu in of_peer}
         far = read_by_engine(schedule, gpus, device, options)
-        self.round_of = rounds_of(schedule, buckets)
         # The copy engine goes on with the next round while the kernel ends one; two kernels at once would be slower.
         self._slot_streams = [torch.cuda.Stream(device) if far else stream for _ in range(SLOTS)]
         for number, together in enumerate(in_rounds(buckets)):
@@ -244,6 +244,11 @@ class SlotReader:
     def buckets(self) -> tuple[Bucket, ...]:
         """All that it pulls."""
         return tuple(bucket for each in self._rounds for bucket in each.buckets)
+
+    @property
+    def round_of(self) -> NDArray[np.int64]:
+        """In which round each transfer has landed, as `rounds_of`."""
+        return rounds_of(self._schedule, self._buckets)
 
     @property
     def sources(self) -> Collection[int]:

@@ -31,7 +31,9 @@ def landing_waves(plain: Schedule, waves: int) -> Ints:
     """The wave of each transfer that a replica pulls from where it lies, as `joined_transfers` has them; of equal size."""
     landed = joined_transfers(plain.tables)
     middle = np.cumsum(landed.nbytes) - landed.nbytes // 2
-    return np.asarray(waves * middle // max(1, int(landed.nbytes.sum())))
+    return np.minimum(
+        waves * middle // max(1, int(landed.nbytes.sum())), waves - 1
+    )  # the last may be of one byte, or none
 
 
 def pushing_waves(plain: Schedule, landing: Ints, cast: Schedule, rounds: Ints, sends: Schedule) -> Ints:
