@@ -355,7 +355,7 @@ def measure_alone(arguments: argparse.Namespace) -> dict[str, Any]:
         if world == "gen":
             assert schedule.view is not None
             start = time.perf_counter()
-            pull_table(schedule, schedule.view.source_table())
+            pull_table(schedule, schedule.view.other_end())
             row["pull_table_s"] = time.perf_counter() - start
         alone[world] = {"rank": rank, **share_of(schedule), **row}
     return alone

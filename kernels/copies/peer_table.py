@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcore_reshard.kernels.errors import BindError
-from mcore_reshard.planner.plan.schedule import Schedule, SourceTable, TransferTable
+from mcore_reshard.planner.plan.schedule import OtherEnd, Schedule, TransferTable
 
 from .casts import itemsizes
 from .copy_table import End, Ints, distinct, expand_copies, repeat, strided_copies
@@ -50,29 +50,29 @@ class PeerTable:
         return "src" if self.here == "dst" else "dst"
 
 
-def pull_table(schedule: Schedule, source_table: SourceTable) -> PeerTable:
-    """The copies that bring `schedule.stages[i].recvs` from where `source_table.stages[i]` says they lie.
+def pull_table(schedule: Schedule, other_end: OtherEnd) -> PeerTable:
+    """The copies that bring `schedule.stages[i].recvs` from where `other_end.stages[i]` says they lie.
 
     Raises `BindError` where the two do not describe the same transfers of the same plan.
     """
-    if problems := _disagreements(schedule, source_table):
+    if problems := _disagreements(schedule, other_end):
         raise BindError(schedule.name, problems)
-    recvs, pulls = joined_transfers([stage.recvs for stage in schedule.stages]), joined_transfers(source_table.stages)
-    stage, _ = repeat(np.array([len(table) for table in source_table.stages], np.int64))
+    recvs, pulls = joined_transfers([stage.recvs for stage in schedule.stages]), joined_transfers(other_end.stages)
+    stage, _ = repeat(np.array([len(table) for table in other_end.stages], np.int64))
     itemsize = itemsizes(schedule)[recvs.tensor]
 
     def copies_of(src_box: int, dst_box: int, itemsize: int) -> NDArray[np.void]:
-        src, dst = source_table.strided_boxes[src_box], schedule.strided_boxes[dst_box]
+        src, dst = other_end.strided_boxes[src_box], schedule.strided_boxes[dst_box]
         return strided_copies(dst.extents, src.strides, dst.strides, itemsize)
 
     kinds, kind_of = distinct(pulls.strided_box, recvs.strided_box, itemsize)
     transfer, copies = expand_copies(kind_of, [copies_of(*kind) for kind in kinds])
-    count = len(source_table.tensors)
+    count = len(other_end.tensors)
     keys, source = np.unique(pulls.peer * np.int64(count) + pulls.tensor, return_inverse=True)
     copies["src"], copies["dst"] = len(schedule.tensors) + source[transfer], recvs.tensor[transfer]
     copies["src_offset"] += (pulls.offset * itemsize)[transfer]
     copies["dst_offset"] += (recvs.offset * itemsize)[transfer]
-    theirs = tuple(PeerTensor(key // count, source_table.tensors[key % count].name) for key in keys.tolist())
+    theirs = tuple(PeerTensor(key // count, other_end.tensors[key % count].name) for key in keys.tolist())
     group, member = pulls.transfer_group[transfer], pulls.member[transfer]
     number = numbers_by_peer(pulls.peer)[transfer]
     return PeerTable("dst", copies, theirs, pulls.peer[transfer], stage[transfer], group, member, number, transfer)
@@ -81,7 +81,7 @@ def pull_table(schedule: Schedule, source_table: SourceTable) -> PeerTable:
 def push_table(schedule: Schedule) -> PeerTable:
     """The copies that bring `schedule.stages[i].sends` to other replicas, which have the same tensors."""
     sends = schedule.tables
-    elsewhere = SourceTable(schedule.rank, schedule.digest, schedule.tensors, schedule.strided_boxes, tuple(sends))
+    elsewhere = OtherEnd(schedule.rank, schedule.digest, schedule.tensors, schedule.strided_boxes, tuple(sends))
     stages = tuple(replace(stage, sends=stage.recvs, recvs=stage.sends) for stage in schedule.stages)
     pulls = pull_table(replace(schedule, stages=stages), elsewhere)
     copies = pulls.copies.copy()
@@ -106,27 +106,27 @@ def joined_transfers(tables: Sequence[TransferTable]) -> TransferTable:
     return TransferTable(*map(np.concatenate, columns))
 
 
-def _disagreements(schedule: Schedule, source_table: SourceTable) -> list[str]:
-    if (source_table.rank, source_table.digest) != (schedule.rank, schedule.digest):
+def _disagreements(schedule: Schedule, other_end: OtherEnd) -> list[str]:
+    if (other_end.rank, other_end.digest) != (schedule.rank, schedule.digest):
         return [
-            f"the pulls are those of rank {source_table.rank} of the engine in plan {source_table.digest};"
+            f"the pulls are those of rank {other_end.rank} of the engine in plan {other_end.digest};"
             f" this is {schedule.name}, rank {schedule.rank} of the engine in plan {schedule.digest}"
         ]
-    if len(source_table.stages) != len(schedule.stages):
-        return [f"the pulls have {len(source_table.stages)} stages, the schedule {len(schedule.stages)}"]
+    if len(other_end.stages) != len(schedule.stages):
+        return [f"the pulls have {len(other_end.stages)} stages, the schedule {len(schedule.stages)}"]
     return [
         f"stage {stage.pp_stage}: the pulls are not those of the transfers received"
-        for stage, pulls in zip(schedule.stages, source_table.stages, strict=True)
-        if not _same_transfers(schedule, source_table, stage.recvs, pulls)
+        for stage, pulls in zip(schedule.stages, other_end.stages, strict=True)
+        if not _same_transfers(schedule, other_end, stage.recvs, pulls)
     ]
 
 
-def _same_transfers(schedule: Schedule, source_table: SourceTable, recvs: TransferTable, pulls: TransferTable) -> bool:
+def _same_transfers(schedule: Schedule, other_end: OtherEnd, recvs: TransferTable, pulls: TransferTable) -> bool:
     columns = ("peer", "nbytes", "transfer_group", "member")
     if not all(np.array_equal(getattr(recvs, name), getattr(pulls, name)) for name in columns):
         return False
     boxes = {*zip(pulls.strided_box.tolist(), recvs.strided_box.tolist(), strict=True)}
     tensors = {*zip(pulls.tensor.tolist(), recvs.tensor.tolist(), strict=True)}
     return all(
-        source_table.strided_boxes[src].extents == schedule.strided_boxes[dst].extents for src, dst in boxes
-    ) and all(source_table.tensors[src].dtype == schedule.tensors[dst].dtype for src, dst in tensors)
+        other_end.strided_boxes[src].extents == schedule.strided_boxes[dst].extents for src, dst in boxes
+    ) and all(other_end.tensors[src].dtype == schedule.tensors[dst].dtype for src, dst in tensors)

@@ -37,7 +37,7 @@ from mcore_reshard.kernels.options import Options
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.planner.plan.paths import NIC
 from mcore_reshard.planner.plan.plan import Plan
-from mcore_reshard.planner.plan.schedule import Schedule, SourceView, View, World
+from mcore_reshard.planner.plan.schedule import OtherEndView, Schedule, View, World
 from mcore_reshard.planner.topology.topology import Topology
 
 from .direct.staging import SLOTS, divide_slots, parted, with_new_weights
@@ -157,7 +157,7 @@ def _with_sources(schedule: Schedule) -> Schedule:
     """The schedule with its source table computed: filters of it need not do so again."""
     if schedule.world == "train" or schedule.view is None:
         return schedule
-    return replace(schedule, view=SourceView(schedule.view.source_table(), schedule.view))
+    return replace(schedule, view=OtherEndView(schedule.view.other_end(), schedule.view))
 
 
 _Counted = dict[World, dict[int, RankMemory]]
@@ -234,7 +234,7 @@ def _pull_bytes(
     """The tables by which a generation rank pulls. `bucket_bytes` are those of each training rank's slots."""
     plain, cast = parted(schedule)
     assert plain.view is not None, "parted has seen it"
-    table = pull_table(plain, plain.view.source_table())
+    table = pull_table(plain, plain.view.other_end())
     buckets = [
         bucket for peer in sorted(cast.peers) for bucket in cut_buckets(cast.with_peers({peer}), bucket_bytes[peer])
     ]

@@ -47,9 +47,9 @@ from mcore_reshard.kernels.transports.registry import resolve
 from mcore_reshard.planner.plan.schedule import (
     LocalTensor,
     MemberNames,
+    OtherEnd,
+    OtherEndView,
     Schedule,
-    SourceTable,
-    SourceView,
     StageSchedule,
     StridedBox,
     TransferTable,
@@ -328,7 +328,7 @@ def _schedule(
         names={index: MemberNames(name) for index, name in enumerate(views)},
         later_hops=("relay",),
         hop=1,
-        view=SourceView(SourceTable(0, digest, tensors, boxes, (table,))),
+        view=OtherEndView(OtherEnd(0, digest, tensors, boxes, (table,))),
         relay_seats=seats[:1],
         gen_seats=seats[1:],
     )

@@ -22,10 +22,10 @@ from .paths import Hop, HopKind
 from .plan import Plan, RankInGroup, TransferGroup
 from .schedule import (
     Cast,
+    OtherEnd,
+    OtherEndView,
     Relay,
     Schedule,
-    SourceTable,
-    SourceView,
     StageSchedule,
     StridedBox,
     TransferTable,
@@ -88,12 +88,12 @@ class RankView(View):
             numbers = [rows[mask] for rows, mask in zip(self.rows, masks, strict=True)]
         return replace(self, rows=tuple(numbers))
 
-    def source_table(self) -> SourceTable:
+    def other_end(self) -> OtherEnd:
         view = replace(self)
         tables = tuple(view._tables(partial(view._receives, piece="src")).values())
         if self.rows is not None:
             tables = tuple(table.rows(rows) for table, rows in zip(tables, self.rows, strict=True))
-        return SourceTable(self.rank, self.plan.digest, tuple(view.tensors), tuple(view.strided_boxes), tables)
+        return OtherEnd(self.rank, self.plan.digest, tuple(view.tensors), tuple(view.strided_boxes), tables)
 
     def relays(self) -> tuple[Relay, ...]:
         return tuple(self._relay(kind, hop) for hop, kind in enumerate(self.plan.later_hops, 1))
@@ -104,8 +104,8 @@ class RankView(View):
         sends = replace(sending._schedule(send_rows, is_sender=True), world="train")
         receives = receiving._schedule(partial(receiving._passes_on, kind=kind, sends=False), is_sender=False)
         recvs = tuple(stage.recvs for stage in receives.stages)  # replicas keep the same tensors: this is both ends
-        table = SourceTable(self.rank, self.plan.digest, receives.tensors, receives.strided_boxes, recvs)
-        view = SourceView(table, of_rank=self)
+        table = OtherEnd(self.rank, self.plan.digest, receives.tensors, receives.strided_boxes, recvs)
+        view = OtherEndView(table, of_rank=self)
         sends, receives = replace(sends, view=self), replace(receives, view=view)
         return Relay(*(self._among_replicas(end, hop) for end in (sends, receives)))
 

@@ -186,8 +186,8 @@ class Relay:
 
 
 @dataclass(frozen=True, slots=True)
-class SourceTable:
-    """Where the bytes that one generation rank receives lie at their sources, for a receiver that reads them itself.
+class OtherEnd:
+    """Where the bytes that one generation rank receives lie at their other ends, for a receiver that reads them itself.
 
     `stages[i]` goes row by row with `Schedule.stages[i].recvs`, but tensor, strided box and offset are those of the
     training rank `peer`. Ranks may have tensors of the same name.
@@ -199,14 +199,14 @@ class SourceTable:
     strided_boxes: tuple[StridedBox, ...]
     stages: tuple[TransferTable, ...]
 
-    def with_rows(self, masks: Sequence[NDArray[np.bool_] | NDArray[np.int64]]) -> SourceTable:
+    def with_rows(self, masks: Sequence[NDArray[np.bool_] | NDArray[np.int64]]) -> OtherEnd:
         return replace(self, stages=tuple(table.rows(mask) for table, mask in zip(self.stages, masks, strict=True)))
 
 
 class View:
     """Facts that some executors need beside a schedule, computed on demand."""
 
-    def source_table(self) -> SourceTable:
+    def other_end(self) -> OtherEnd:
         """Generation ranks: the other end of what the schedule receives, for executors that read it there."""
         raise NotImplementedError
 
@@ -231,16 +231,16 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class SourceView(View):
+class OtherEndView(View):
     """A view that has its source table, and what the rank holds if a plan says so."""
 
-    table: SourceTable
+    table: OtherEnd
     of_rank: View | None = None
 
-    def source_table(self) -> SourceTable:
+    def other_end(self) -> OtherEnd:
         return self.table
 
-    def with_rows(self, masks: Sequence[NDArray[np.bool_] | NDArray[np.int64]]) -> SourceView:
+    def with_rows(self, masks: Sequence[NDArray[np.bool_] | NDArray[np.int64]]) -> OtherEndView:
         return replace(self, table=self.table.with_rows(masks))
 
     def held(self) -> Held | None:

@@ -67,7 +67,7 @@ def direct_tables(bound: BoundSchedule, plan: Plan) -> list[Executed]:
     if bound.schedule.world == "train":
         return [Executed(bound, buckets=buckets, exposed=plain)]
     assert plain.view is not None
-    pulls = pull_table(plain, plain.view.source_table())
+    pulls = pull_table(plain, plain.view.other_end())
     tables = [Executed(bound, buckets=buckets, reaches=pulls)]
     for relay in relays_of(plan, bound.schedule.rank):
         sends, receives = bound.part(relay.sends), bound.part(relay.receives)

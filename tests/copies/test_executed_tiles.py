@@ -112,7 +112,7 @@ def pulls_of(case: Case, rank: int) -> tuple[BoundSchedule, PeerTable, NDArray[n
     schedule = schedule_of(case.plan(), "gen", rank)
     bound = bind(schedule, allocate(schedule))
     assert schedule.view is not None
-    table = pull_table(schedule, schedule.view.source_table())
+    table = pull_table(schedule, schedule.view.other_end())
     own = [tensor.data_ptr() for tensor in bound.tensors]
     theirs = [(1 << 40) + (number << 24) for number in range(len(table.theirs))]
     return bound, table, np.array(own + theirs, np.uint64)

@@ -17,7 +17,7 @@ from mcore_reshard.kernels.copies.tensors import byte_array
 from mcore_reshard.kernels.errors import BindError
 from mcore_reshard.planner.plan.make_schedule import relays_of, schedule_of
 from mcore_reshard.planner.plan.plan import Plan
-from mcore_reshard.planner.plan.schedule import Schedule, SourceView, TransferTable
+from mcore_reshard.planner.plan.schedule import OtherEndView, Schedule, TransferTable
 
 CASES = [TINY[n] for n in (0, 2, 9, 11, 13, 17, 19)]
 
@@ -59,7 +59,7 @@ def test_every_element_is_pulled_to_its_place(case: Case) -> None:
 def pull(schedule: Schedule, own: dict[str, torch.Tensor], sources: list[dict[str, torch.Tensor]]) -> None:
     """Pull on the CPU, as the kernel of a generation rank does."""
     assert schedule.view is not None
-    table = pull_table(schedule, schedule.view.source_table())
+    table = pull_table(schedule, schedule.view.other_end())
     bases = [byte_array(own[local.name]) for local in schedule.tensors]
     bases += [byte_array(sources[source.rank][source.tensor]) for source in table.theirs]
     run_copies(table.copies, bases)
@@ -69,7 +69,7 @@ def test_columns_name_peer_stage_and_parameter() -> None:
     plan = TINY[0].plan()
     schedule = schedule_of(plan, "gen", 1)
     assert schedule.view is not None
-    table = pull_table(schedule, schedule.view.source_table())
+    table = pull_table(schedule, schedule.view.other_end())
     first_source = len(schedule.tensors)
     for row in range(len(table.copies)):
         source = table.theirs[int(table.copies["src"][row]) - first_source]
@@ -85,13 +85,13 @@ def tampered(plan: Plan) -> Schedule:
     """A schedule whose pulls expect one transfer more of another peer."""
     schedule = schedule_of(plan, "gen", 0)
     assert schedule.view is not None
-    source_table = schedule.view.source_table()
-    table = source_table.stages[0]
+    other_end = schedule.view.other_end()
+    table = other_end.stages[0]
     columns = {name: getattr(table, name) for name in TransferTable.__slots__}
     columns["peer"] = columns["peer"].copy()
     columns["peer"][0] += 1
-    wrong = replace(source_table, stages=(TransferTable(**columns), *source_table.stages[1:]))
-    return replace(schedule, view=SourceView(wrong))
+    wrong = replace(other_end, stages=(TransferTable(**columns), *other_end.stages[1:]))
+    return replace(schedule, view=OtherEndView(wrong))
 
 
 def test_pulls_of_other_transfers_are_refused() -> None:
@@ -99,13 +99,13 @@ def test_pulls_of_other_transfers_are_refused() -> None:
     schedule = tampered(plan)
     assert schedule.view is not None
     with pytest.raises(BindError, match="stage 0: the pulls are not those of the transfers received"):
-        pull_table(schedule, schedule.view.source_table())
+        pull_table(schedule, schedule.view.other_end())
     with pytest.raises(BindError, match="the pulls are those of rank 0 of the engine"):
-        pull_table(schedule_of(plan, "gen", 1), schedule.view.source_table())
+        pull_table(schedule_of(plan, "gen", 1), schedule.view.other_end())
 
 
 def test_a_rank_that_pulls_nothing_has_an_empty_table() -> None:
     schedule = schedule_of(TINY[0].plan(), "gen", 0)
     assert schedule.view is not None
-    table = pull_table(replace(schedule, stages=()), replace(schedule.view.source_table(), stages=()))
+    table = pull_table(replace(schedule, stages=()), replace(schedule.view.other_end(), stages=()))
     assert [len(column) for column in (table.copies, table.theirs, table.peer, table.stage)] == [0, 0, 0, 0]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.copies.cast_arithmetic import block_scales
 from mcore_reshard.kernels.cuda.cast_tiles import scale_blocks
-from mcore_reshard.planner.plan.schedule import Cast, LocalTensor, Schedule, SourceTable
+from mcore_reshard.planner.plan.schedule import Cast, LocalTensor, OtherEnd, Schedule
 
 E4M3 = "float8_e4m3fn"
 
@@ -116,7 +116,7 @@ def with_casts(schedule: Schedule, weights: Sequence[Weight] = WEIGHTS) -> Sched
     return replace(schedule, tensors=tensors, casts=tuple(casts), computed=tuple(computed))
 
 
-def pulls_with_casts(pulls: SourceTable, weights: Sequence[Weight] = WEIGHTS) -> SourceTable:
+def pulls_with_casts(pulls: OtherEnd, weights: Sequence[Weight] = WEIGHTS) -> OtherEnd:
     return replace(pulls, tensors=_with_stored_dtypes(pulls.tensors, weights))
 
 

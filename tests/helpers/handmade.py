@@ -14,8 +14,8 @@ from mcore_reshard.planner.layout.geometry import row_major_strides
 from mcore_reshard.planner.plan.schedule import (
     LocalTensor,
     MemberNames,
+    OtherEnd,
     Schedule,
-    SourceTable,
     StageSchedule,
     StridedBox,
     TransferTable,
@@ -101,7 +101,7 @@ def schedule_of(
     )
 
 
-def source_table_of(transfers: Sequence[HandTransfer], rank: int, *, digest: str = "d1") -> SourceTable:
+def other_end_of(transfers: Sequence[HandTransfer], rank: int, *, digest: str = "d1") -> OtherEnd:
     """The sources of all that generation rank `rank` receives, in the order of its schedule."""
     names = list(dict.fromkeys(transfer.parameter for transfer in transfers))
     tensors: dict[LocalTensor, int] = {}
@@ -128,7 +128,7 @@ def source_table_of(transfers: Sequence[HandTransfer], rank: int, *, digest: str
                     0,
                 )
             )
-    return SourceTable(rank, digest, tuple(tensors), tuple(strided_boxes), tuple(map(table, rows.values())))
+    return OtherEnd(rank, digest, tuple(tensors), tuple(strided_boxes), tuple(map(table, rows.values())))
 
 
 def table(rows: Sequence[tuple[int, ...]]) -> TransferTable:

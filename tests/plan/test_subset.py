@@ -39,7 +39,7 @@ def test_pulls_keep_going_row_by_row_with_what_is_received() -> None:
     plan = TINY[0].plan()
     part = schedule_of(plan, "gen", 0).with_peers({0, 3})
     assert part.view is not None
-    for stage, table in zip(part.stages, part.view.source_table().stages, strict=True):
+    for stage, table in zip(part.stages, part.view.other_end().stages, strict=True):
         for column in ("peer", "nbytes", "transfer_group", "member"):
             assert np.array_equal(getattr(stage.recvs, column), getattr(table, column))
-    assert sum(len(table) for table in part.view.source_table().stages) > 0
+    assert sum(len(table) for table in part.view.other_end().stages) > 0

@@ -10,12 +10,12 @@ from unittest import mock
 import pytest
 import torch
 from helpers.gpu import needs_gpus
-from helpers.handmade import End, HandTransfer, allocate, schedule_of, source_table_of
+from helpers.handmade import End, HandTransfer, allocate, other_end_of, schedule_of
 from helpers.ranks import Outcome, run_ranks, values
 
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.transports.base import StageReport
-from mcore_reshard.planner.plan.schedule import SourceView
+from mcore_reshard.planner.plan.schedule import OtherEndView
 from mcore_reshard.session.endpoints import GenerationEndpoint, TrainEndpoint
 
 WORLDS = (2, 1)
@@ -92,7 +92,7 @@ def refit_while_writing(rank: int, address: str, checks: str, device: str = "cpu
     world = "train" if rank < WORLDS[0] else "gen"
     schedule = schedule_of(TRANSFERS, world, rank if world == "train" else 0, WORLDS)  # type: ignore[arg-type]
     if world == "gen":
-        schedule = replace(schedule, view=SourceView(source_table_of(TRANSFERS, 0)))
+        schedule = replace(schedule, view=OtherEndView(other_end_of(TRANSFERS, 0)))
     tensors = {name: tensor.to(device) for name, tensor in allocate(schedule, seed=1).items()}
     kind = TrainEndpoint if world == "train" else GenerationEndpoint
     flat = flat_buffer(tensors) if world == "train" else torch.zeros(1)

@@ -1,4 +1,4 @@
-"""SourceTable between real processes: every byte arrives, in order with what trainer and engine do before and after.
+"""Pulls between real processes: every byte arrives, in order with what trainer and engine do before and after.
 
 Ranks are dealt to the GPUs that there are, so with one GPU all of them share it, as colocated ranks do.
 """
@@ -23,10 +23,10 @@ from helpers.handmade import (
     HandTransfer,
     allocate,
     expected,
+    other_end_of,
     random_transfers,
     raw_bytes,
     schedule_of,
-    source_table_of,
 )
 from helpers.ranks import run_ranks, store_of, values
 
@@ -36,7 +36,7 @@ from mcore_reshard.kernels.cuda import engine_rows
 from mcore_reshard.kernels.errors import DeadlineError, PeerLostError, SessionError
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.store_keys import FailFastStore
-from mcore_reshard.planner.plan.schedule import Schedule, SourceView
+from mcore_reshard.planner.plan.schedule import OtherEndView, Schedule
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1)]
 direct = pytest.importorskip(
@@ -75,7 +75,7 @@ def of(number: int, worlds: tuple[int, int], transfers: list[HandTransfer]) -> S
     if number < worlds[0]:
         return schedule_of(transfers, "train", number, worlds)
     rank = number - worlds[0]
-    return replace(schedule_of(transfers, "gen", rank, worlds), view=SourceView(source_table_of(transfers, rank)))
+    return replace(schedule_of(transfers, "gen", rank, worlds), view=OtherEndView(other_end_of(transfers, rank)))
 
 
 def transfers_of(seed: int, worlds: tuple[int, int]) -> list[HandTransfer]:

@@ -18,7 +18,7 @@ from test_direct import SPAWN_S, Rank, run_twice, stress
 from test_staging import gen_schedule
 
 from mcore_reshard.kernels.copies.cast_arithmetic import block_scales
-from mcore_reshard.planner.plan.schedule import Cast, LocalTensor, Schedule, SourceView
+from mcore_reshard.planner.plan.schedule import Cast, LocalTensor, OtherEndView, Schedule
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1)]
 pytest.importorskip("mcore_reshard.kernels.transports.direct.executor", reason="needs cuda-core", exc_type=ImportError)
@@ -101,12 +101,12 @@ def one_large_weight(number: int, worlds: tuple[int, int]) -> Schedule:
         return replace(
             schedule, tensors=(weight, scale), casts=(Cast(0, "float8_e4m3fn", 1, (128, 128)),), computed=(1,)
         )
-    from helpers.handmade import source_table_of
+    from helpers.handmade import other_end_of
 
     rank = number - worlds[0]
-    table = source_table_of(transfers, rank)
+    table = other_end_of(transfers, rank)
     tensors = tuple(replace(local, dtype="bfloat16") if local.name == "w" else local for local in table.tensors)
-    return replace(schedule_of(transfers, "gen", rank, worlds), view=SourceView(replace(table, tensors=tensors)))
+    return replace(schedule_of(transfers, "gen", rank, worlds), view=OtherEndView(replace(table, tensors=tensors)))
 
 
 def overwrite_at_once(number: int, address: str, worlds: tuple[int, int], gpus: int, refits: int) -> int:

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.gpu import device_of, needs_gpus
-from helpers.handmade import End, HandTransfer, schedule_of, source_table_of
+from helpers.handmade import End, HandTransfer, other_end_of, schedule_of
 from helpers.ranks import run_ranks, values
 
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.transports.registry import transports
-from mcore_reshard.planner.plan.schedule import SourceView
+from mcore_reshard.planner.plan.schedule import OtherEndView
 from mcore_reshard.session.endpoints import GenerationEndpoint, TrainEndpoint
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1)]
@@ -39,7 +39,7 @@ def refit(number: int, address: str, transport: str) -> dict[str, int]:
     device = device_of(number)
     schedule = schedule_of(transfers(), "train" if number == 0 else "gen", 0, WORLDS)
     if number == 1:
-        schedule = replace(schedule, view=SourceView(source_table_of(transfers(), 0)))
+        schedule = replace(schedule, view=OtherEndView(other_end_of(transfers(), 0)))
     shapes = {local.name: local.shape for local in schedule.tensors}
     if number == 0:
         held = {name: source(name, device) for name in shapes}

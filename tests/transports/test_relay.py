@@ -93,9 +93,9 @@ def test_what_lands_and_what_is_passed_on_are_all_that_a_rank_holds() -> None:
 def test_a_reader_finds_at_its_replica_what_it_wants_where_it_keeps_it_itself() -> None:
     receives = relays_of(TWO_TO_FOUR.plan(), 1)[0].receives
     assert receives.view is not None
-    source_table = receives.view.source_table()
-    assert source_table.tensors == receives.tensors
-    for stage, table in zip(receives.stages, source_table.stages, strict=True):
+    other_end = receives.view.other_end()
+    assert other_end.tensors == receives.tensors
+    for stage, table in zip(receives.stages, other_end.stages, strict=True):
         assert np.array_equal(stage.recvs.offset, table.offset) and np.array_equal(stage.recvs.peer, table.peer)
 
 
@@ -118,8 +118,8 @@ def moved(schedule: Schedule) -> Iterator[Counter[tuple[Any, ...]]]:
     yield rows(schedule.tensors, schedule.strided_boxes, (stage.sends for stage in schedule.stages))
     yield rows(schedule.tensors, schedule.strided_boxes, (stage.recvs for stage in schedule.stages))
     if schedule.world == "gen" and schedule.view is not None:
-        source_table = schedule.view.source_table()
-        yield rows(source_table.tensors, source_table.strided_boxes, source_table.stages)
+        other_end = schedule.view.other_end()
+        yield rows(other_end.tensors, other_end.strided_boxes, other_end.stages)
     if schedule.world == "gen" and schedule.relayed and schedule.view is not None:
         relay = schedule.view.relays()[0]
         for part in (relay.sends, relay.receives):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from bench.workloads import WORKLOADS, case_of
 from helpers.casting import expected_bytes, pulls_with_casts, train_schedule, trainer_tensors, transfers_with_casts
-from helpers.handmade import HandTransfer, allocate, raw_bytes, schedule_of, source_table_of
+from helpers.handmade import HandTransfer, allocate, other_end_of, raw_bytes, schedule_of
 
 from mcore_reshard.kernels.copies.bind import bind
 from mcore_reshard.kernels.copies.buckets import cut_buckets
@@ -25,12 +25,12 @@ from mcore_reshard.kernels.transports.direct.staging import (
 )
 from mcore_reshard.kernels.transports.rounds import in_rounds
 from mcore_reshard.planner.plan.make_schedule import schedule_of as schedule_of_plan
-from mcore_reshard.planner.plan.schedule import Schedule, SourceView
+from mcore_reshard.planner.plan.schedule import OtherEndView, Schedule
 
 
 def gen_schedule(transfers: list[HandTransfer], rank: int, worlds: tuple[int, int]) -> Schedule:
     schedule = schedule_of(transfers, "gen", rank, worlds)
-    return replace(schedule, view=SourceView(pulls_with_casts(source_table_of(transfers, rank))))
+    return replace(schedule, view=OtherEndView(pulls_with_casts(other_end_of(transfers, rank))))
 
 
 @pytest.mark.parametrize("scratch_bytes", [pytest.param(200, marks=pytest.mark.slow), 2_000, 20_000, 1 << 20])
@@ -73,7 +73,7 @@ def test_rounds_bring_every_byte_to_its_place(worlds: tuple[int, int], seed: int
     for engine in engines:
         plain, _ = parted(engine.schedule)
         assert plain.view is not None
-        table = pull_table(plain, plain.view.source_table())
+        table = pull_table(plain, plain.view.other_end())
         theirs = [byte_array(train[source.rank].by_name[source.tensor]) for source in table.theirs]
         run_copies(table.copies, [*map(byte_array, engine.tensors), *theirs])
         held_now = {name: raw_bytes(tensor) for name, tensor in engine.by_name.items()}

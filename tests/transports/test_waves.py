@@ -53,7 +53,7 @@ def pushed_and_landed(plan: Plan, rank: int, waves: int) -> tuple[Ints, Ints]:
     buckets = {peer: cut_buckets(cast.with_peers({peer}), BUCKET_BYTES) for peer in sorted(cast.peers)}
     rounds = in_rounds(buckets)
     assert plain.view is not None
-    pulls, pushes = pull_table(plain, plain.view.source_table()), push_table(sends)
+    pulls, pushes = pull_table(plain, plain.view.other_end()), push_table(sends)
     never = waves + len(rounds)
     landed = {local.name: np.full(8 * prod(local.shape), never) for local in sends.tensors}  # of each byte: the wave
     of_waves = (landing[pulls.transfer] + len(rounds)).tolist(), touched(plain, pulls.copies, "dst")

@@ -12,12 +12,12 @@ import pytest
 import synthetic
 import torch
 from helpers.gpu import device_of, has_transformer_engine, needs_gpus
-from helpers.handmade import End, HandTransfer, schedule_of, source_table_of
+from helpers.handmade import End, HandTransfer, other_end_of, schedule_of
 from helpers.ranks import run_ranks, values
 
 from mcore_reshard.kernels.copies.cast_arithmetic import over_elements
 from mcore_reshard.kernels.options import Options
-from mcore_reshard.planner.plan.schedule import SourceView
+from mcore_reshard.planner.plan.schedule import OtherEndView
 from mcore_reshard.session.endpoints import GenerationEndpoint, TrainEndpoint
 from mcore_reshard.trainers.megatron.model import local_tensors
 
@@ -70,7 +70,7 @@ def refit_a_layer(number: int, address: str, transport: str) -> tuple[np.ndarray
             product = layer(inputs)
         weight = layer.weight.dequantize(dtype=torch.float32)
     else:
-        schedule = replace(schedule_of(transfers(), "gen", 0, (1, 1)), view=SourceView(source_table_of(transfers(), 0)))
+        schedule = replace(schedule_of(transfers(), "gen", 0, (1, 1)), view=OtherEndView(other_end_of(transfers(), 0)))
         tensors = synthetic.allocate(schedule, torch.device("cuda"))
         endpoint = GenerationEndpoint(
             schedule, tensors, store=address, options=Options(transport=transport, timeout_s=60.0)

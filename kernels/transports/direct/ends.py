@@ -118,7 +118,7 @@ class Reader:
         self._bound = bound
         self._signals = signals
         self._pulling = EventWait(signals, "the pull")
-        self._table = pull_table(plain, plain.view.source_table())
+        self._table = pull_table(plain, plain.view.other_end())
         self._plain, self._cast, self._landing = plain, cast, landing_waves(plain, waves)
         device = self._device = bound.device or torch.device("cuda", torch.cuda.current_device())
         # torch hands out 32 streams in turn, so that these two differ.

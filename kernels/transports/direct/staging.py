@@ -47,15 +47,15 @@ def parted(schedule: Schedule) -> tuple[Schedule, Schedule]:
     elif schedule.view is None:
         raise SessionError(f"{schedule.name}: this schedule does not say where its bytes lie at their sources")
     else:
-        source_table = schedule.view.source_table()
-        if [len(stage.recvs) for stage in schedule.stages] != [len(table) for table in source_table.stages]:
+        other_end = schedule.view.other_end()
+        if [len(stage.recvs) for stage in schedule.stages] != [len(table) for table in other_end.stages]:
             raise BindError(schedule.name, ["the pulls are not those of the transfers received"])
-        src_dtypes = np.array([local.dtype for local in source_table.tensors], object)
+        src_dtypes = np.array([local.dtype for local in other_end.tensors], object)
         dst_dtypes = np.array([local.dtype for local in schedule.tensors], object)
-        sources = [table.tensor for table in source_table.stages]
+        sources = [table.tensor for table in other_end.stages]
         masks = [
             np.asarray(src_dtypes[table.tensor] != dst_dtypes[stage.recvs.tensor], bool)
-            for stage, table in zip(schedule.stages, source_table.stages, strict=True)
+            for stage, table in zip(schedule.stages, other_end.stages, strict=True)
         ]
     cast_rows = [_by_tensor(*each) for each in zip(schedule.tables, sources, masks, strict=True)]
     return schedule.with_rows([~mask for mask in masks]), schedule.with_rows(cast_rows)

@@ -7,12 +7,12 @@ import pytest
 from helpers.plans import TINY, Case
 
 from mcore_reshard.planner.plan.make_schedule import RankView, schedule_of
-from mcore_reshard.planner.plan.schedule import LocalTensor, Schedule, SourceTable, StridedBox, TransferTable
+from mcore_reshard.planner.plan.schedule import LocalTensor, OtherEnd, Schedule, StridedBox, TransferTable
 
 Row = tuple[LocalTensor, StridedBox, int, int, int, int]
 
 
-def rows(described: Schedule | SourceTable, table: TransferTable, peer: int) -> list[Row]:
+def rows(described: Schedule | OtherEnd, table: TransferTable, peer: int) -> list[Row]:
     """The table's rows of one peer, in order, with the table indices resolved."""
     return [
         (
@@ -32,23 +32,23 @@ def test_sources_are_those_of_the_senders_own_schedules(case: Case) -> None:
     plan = case.plan()
     senders = [schedule_of(plan, "train", rank) for rank in range(plan.train.world)]
     for rank in range(plan.gen.world):
-        receiver, source_table = schedule_of(plan, "gen", rank), RankView(plan, "gen", rank).source_table()
-        assert (source_table.rank, source_table.digest) == (rank, receiver.digest)
+        receiver, other_end = schedule_of(plan, "gen", rank), RankView(plan, "gen", rank).other_end()
+        assert (other_end.rank, other_end.digest) == (rank, receiver.digest)
         for index, stage in enumerate(receiver.stages):
-            pulled = source_table.stages[index]
+            pulled = other_end.stages[index]
             for column in ("peer", "nbytes", "transfer_group", "member"):
                 np.testing.assert_array_equal(getattr(pulled, column), getattr(stage.recvs, column))
             for sender in senders:
                 sends = sender.stages[index].sends
-                assert rows(source_table, pulled, sender.rank) == rows(sender, sends, rank)
+                assert rows(other_end, pulled, sender.rank) == rows(sender, sends, rank)
 
 
 def test_extents_are_equal_on_both_ends() -> None:
     plan = TINY[0].plan()
-    receiver, source_table = schedule_of(plan, "gen", 1), RankView(plan, "gen", 1).source_table()
-    for stage, pulled in zip(receiver.stages, source_table.stages, strict=True):
+    receiver, other_end = schedule_of(plan, "gen", 1), RankView(plan, "gen", 1).other_end()
+    for stage, pulled in zip(receiver.stages, other_end.stages, strict=True):
         for source, destination in zip(pulled.strided_box.tolist(), stage.recvs.strided_box.tolist(), strict=True):
-            assert source_table.strided_boxes[source].extents == receiver.strided_boxes[destination].extents
+            assert other_end.strided_boxes[source].extents == receiver.strided_boxes[destination].extents
 
 
 def test_a_rank_outside_of_the_mesh_is_refused() -> None:
