@@ -76,10 +76,10 @@ def end_of(kind: Any, signals: Any, **parts: Any) -> Any:
 def replica_of(reader: Any, view: Any) -> Any:
     """The end of a replica that pushes, around that of a reader."""
     from mcore_reshard.kernels.transports.base import connect_together
-    from mcore_reshard.kernels.transports.direct import replica
+    from mcore_reshard.kernels.transports.direct import pushes, replica
     from mcore_reshard.kernels.transports.direct.peer_signals import PeerSignals
 
-    replica.check_sums = lambda *_: None
+    pushes.check_sums = lambda *_: None
     (relay,) = view.relays()
     store = reader._signals.store.under("replicas")
     bounds: list[Any] = [
@@ -88,9 +88,9 @@ def replica_of(reader: Any, view: Any) -> Any:
     signals = connect_together([partial(PeerSignals, store, bound, 10.0) for bound in bounds], None)
     end = replica.Replica.__new__(replica.Replica)
     end._reader, end.bound = reader, (reader._bound, *bounds)
-    end._pushes = end_of(replica._Pushes, signals[0], queued=0)
+    end._pushes = end_of(pushes.Pushes, signals[0], queued=0)
     end._admits = False
-    end._target = end_of(replica._Target, signals[1], awaited=None)
+    end._target = end_of(pushes.Target, signals[1], awaited=None)
     return end
 
 

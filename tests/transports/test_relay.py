@@ -225,11 +225,11 @@ def relayed_on_gpus(number: int, address: str, case: Case, device: str) -> tuple
 
 
 def in_waves() -> Any:
-    """Replicas of this process push in five waves, however few bytes there are. Returns the module that they are in."""
-    from mcore_reshard.kernels.transports.direct import replica
+    """Replicas of this process push in five waves, however few bytes there are. Returns the module of pushes."""
+    from mcore_reshard.kernels.transports.direct import pushes, replica
 
     replica.waves_for = lambda nbytes: 5
-    return replica
+    return pushes
 
 
 def located_over_gloo(number: int, address: str, case: Case) -> tuple[set[str], dict[str, int]]:
@@ -258,8 +258,8 @@ def test_replicas_pass_on_over_direct(case: Case, device: str) -> None:
 
 def dying_among_pushes(number: int, address: str) -> str:
     """Generation rank 1 dies when it has queued two of five waves."""
-    replica = in_waves()
-    launch = replica._Pushes.launch
+    pushes = in_waves()
+    launch = pushes.Pushes.launch
 
     def die(self: Any, landed: Any) -> None:
         if self._queued == 2:
@@ -267,7 +267,7 @@ def dying_among_pushes(number: int, address: str) -> str:
         launch(self, landed)
 
     if number == 2:
-        replica._Pushes.launch = die
+        pushes.Pushes.launch = die
     try:
         planned_refits.refit(number, address, ONE_TO_THREE, "cuda:0", transport="direct", timeout_s=20.0)
     except RefitError as error:

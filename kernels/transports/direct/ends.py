@@ -16,8 +16,7 @@ Weights that are cast on the way go first, through slots at their source: see `s
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -25,20 +24,20 @@ import torch
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.copies.copy_table import Ints
-from mcore_reshard.kernels.copies.peer_table import PeerTable, pull_table
+from mcore_reshard.kernels.copies.peer_table import pull_table
 from mcore_reshard.kernels.copies.read_back import Executed
 from mcore_reshard.kernels.copies.tensors import gpu_of
 from mcore_reshard.kernels.cuda.copy_kernel import KernelShape, own_gpu_shape
 from mcore_reshard.kernels.cuda.device_memory import is_plain
 from mcore_reshard.kernels.cuda.executed_tiles import PlacedCopies, tile_problems
 from mcore_reshard.kernels.cuda.ipc import export_event, open_event, withdraw_event
-from mcore_reshard.kernels.errors import ChecksumError, DeadlineError, TransferError
 from mcore_reshard.kernels.rendezvous.polling import CLOSE_S, EventPoller
 from mcore_reshard.kernels.transports.kept import Kept
 from mcore_reshard.planner.plan.schedule import Schedule
 
+from .event_wait import EventWait
 from .peer_signals import PeerSignals, Signal
-from .pull import DirectOptions, Waves, read_by_engine
+from .pull import DirectOptions, Waves, check_sums, parameter_of, read_by_engine
 from .shared_memory import addresses_of, fetch_exports, share_memory
 from .slots import SlotReader, SlotSource
 from .staging import parted
@@ -214,55 +213,3 @@ class Reader:
 
     def _note_writes(self) -> None:
         self.written_bytes = self._bound.nbytes
-
-
-def check_sums(bound: BoundSchedule, table: PeerTable, copies: Waves, signals: PeerSignals) -> None:
-    """Raise `ChecksumError` for bytes that were written otherwise than read; all copies must have ended."""
-    for copy in copies.damaged().tolist():
-        stage = bound.stages[int(table.stage[copy])].pp_stage
-        peer = signals.peers[int(table.peer[copy])]
-        waiting = replace(peer, stage=stage, parameter=parameter_of(bound, table, copy))
-        raise ChecksumError(waiting, "other bytes were written than were read")
-
-
-def parameter_of(bound: BoundSchedule, table: PeerTable, copy: int) -> str:
-    """The parameter of a copy of the table, by its HF name."""
-    return bound.schedule.parameter_name(int(table.transfer_group[copy]), int(table.member[copy]))
-
-
-class EventWait:
-    """Waits for one event of each peer, again in every refit."""
-
-    def __init__(self, signals: PeerSignals, what: str) -> None:
-        self._signals = signals
-        self._what = what
-        self._poller = EventPoller(signals.timeout_s)
-
-    def wait(
-        self,
-        events: Mapping[int, torch.cuda.Event],
-        begin: float | None = None,
-        when_late: Callable[[], None] | None = None,
-    ) -> None:
-        """Raises `DeadlineError`, or the GPU's error. Calls `when_late` after twice the fastest time: a peer may be dead.
-
-        `begin` (`time.monotonic`) is when this rank began to queue the work, which may take it long, and not always equally
-        long; None: now.
-        """
-        left = deque(events.items())
-
-        def all_have_happened() -> bool:
-            try:
-                while left and left[0][1].query():
-                    left.popleft()
-            except RuntimeError as error:
-                raise TransferError(self._signals.peers[left[0][0]], f"the GPU reports: {error}") from error
-            return not left
-
-        def look(waited_s: float) -> None:
-            if when_late is not None and waited_s > 2 * self._poller.fastest_s:
-                when_late()
-
-        if not self._poller.until(all_have_happened, look=look, since=begin):
-            late = self._signals.peers[left[0][0]]
-            raise DeadlineError(late, f"{self._what} did not end within {self._signals.timeout_s:g} s")

@@ -7,13 +7,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.copies.copy_table import Ints
 from mcore_reshard.kernels.copies.peer_table import PeerTable
 from mcore_reshard.kernels.copies.tensors import gpu_of
@@ -21,7 +22,10 @@ from mcore_reshard.kernels.cuda.copy_engine import EngineCopies, is_available
 from mcore_reshard.kernels.cuda.copy_kernel import DeviceCopies, KernelShape
 from mcore_reshard.kernels.cuda.engine_rows import ENGINE_SHARE, divided
 from mcore_reshard.kernels.cuda.tiles import DEFAULT_TILE_BYTES, interleaved
+from mcore_reshard.kernels.errors import ChecksumError
 from mcore_reshard.planner.plan.schedule import Schedule
+
+from .peer_signals import PeerSignals
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +142,20 @@ class Waves:
     def damaged(self) -> Ints:
         """As `Pull.damaged`, of all waves."""
         return np.concatenate([copies[pull.damaged()] for pull, copies in zip(self._pulls, self._copies, strict=True)])
+
+
+def check_sums(bound: BoundSchedule, table: PeerTable, copies: Waves, signals: PeerSignals) -> None:
+    """Raise `ChecksumError` for bytes that were written otherwise than read; all copies must have ended."""
+    for copy in copies.damaged().tolist():
+        stage = bound.stages[int(table.stage[copy])].pp_stage
+        peer = signals.peers[int(table.peer[copy])]
+        waiting = replace(peer, stage=stage, parameter=parameter_of(bound, table, copy))
+        raise ChecksumError(waiting, "other bytes were written than were read")
+
+
+def parameter_of(bound: BoundSchedule, table: PeerTable, copy: int) -> str:
+    """The parameter of a copy of the table, by its HF name."""
+    return bound.schedule.parameter_name(int(table.transfer_group[copy]), int(table.member[copy]))
 
 
 def read_by_engine(
