@@ -45,7 +45,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 import numpy as np
 import torch
 
-from mcore_reshard.kernels.copies.peer_table import pull_table
+from mcore_reshard.kernels.copies.peer_table import peer_table
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.planner.layout.mesh import format_mesh, parse_gen_mesh, parse_train_mesh
 from mcore_reshard.planner.model.configs import load_config
@@ -95,7 +95,7 @@ _TIMED_DIRECT = {
         *(f"{_KEPT}.{name}" for name in ("Kept.publish", "Kept.export_of")),
     ),
     "map": (f"{_KEPT}.Kept.export", f"{_KEPT}.Mappings.addresses"),
-    "tables": tuple(f"{_ENDS}.{name}" for name in ("pull_table", "Waves")),
+    "tables": tuple(f"{_ENDS}.{name}" for name in ("peer_table", "Waves")),
     "checks": (f"{_ENDS}.tile_problems",),
 }
 
@@ -355,8 +355,8 @@ def measure_alone(arguments: argparse.Namespace) -> dict[str, Any]:
         if world == "gen":
             assert schedule.view is not None
             start = time.perf_counter()
-            pull_table(schedule, schedule.view.other_end())
-            row["pull_table_s"] = time.perf_counter() - start
+            peer_table(schedule)
+            row["peer_table_s"] = time.perf_counter() - start
         alone[world] = {"rank": rank, **share_of(schedule), **row}
     return alone
 

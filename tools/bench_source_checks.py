@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule, bind
-from mcore_reshard.kernels.copies.peer_table import pull_table
+from mcore_reshard.kernels.copies.peer_table import peer_table
 from mcore_reshard.kernels.copies.strata import SAMPLED_SHARE, Strata
 from mcore_reshard.kernels.errors import TornWeightsError
 from mcore_reshard.kernels.options import SOURCE_CHECKS, Options
@@ -58,7 +58,7 @@ def puller(train: BoundSchedule, gen: BoundSchedule) -> Callable[[], None]:
     from mcore_reshard.kernels.cuda.tiles import DEFAULT_TILE_BYTES, cut_tiles
 
     assert gen.schedule.view is not None and gen.device is not None
-    table = pull_table(gen.schedule, gen.schedule.view.other_end())
+    table = peer_table(gen.schedule)
     sources = [train.by_name[source.tensor] for source in table.theirs]
     first = gen.tensors[0].view(torch.uint8).view(-1)[:1]  # torch enables access, either way, with the first copy
     first.copy_(sources[0].view(torch.uint8).view(-1)[:1])

@@ -25,8 +25,8 @@ from mcore_reshard.kernels.options import ALIGNMENT
 from mcore_reshard.planner.layout.geometry import row_major_strides
 from mcore_reshard.planner.plan.schedule import Schedule, TransferTable
 
-from .casts import band_copies, bound_casts, itemsizes
-from .copy_table import SCRATCH, Ints, distinct, expand, expand_copies, strided_copies
+from .casts import CastKinds, box_copies, itemsizes
+from .copy_table import SCRATCH, Ints, distinct, expand, expand_copies
 
 Size = TypeVar("Size", int, NDArray[np.int64])
 
@@ -94,20 +94,14 @@ class _Cutter:
         self._schedule = schedule
         self._itemsizes = itemsizes(schedule)
         self._bucket_bytes, self._segment_bytes = bucket_bytes, segment_bytes
-        casts = bound_casts(schedule)
-        self._forms = (None, *{cast.form: None for cast in casts.values()})
-        self._form_of = np.zeros(len(schedule.tensors), np.int64)  # index into forms
-        self._matrix = np.ones(len(schedule.tensors), np.int64)  # elements after which places repeat
-        for tensor, cast in casts.items():
-            self._form_of[tensor] = self._forms.index(cast.form)
-            self._matrix[tensor] = max(1, prod(cast.form.matrix))
+        self._casts = CastKinds.of(schedule)
 
     def buckets(self, stage: int, table: TransferTable, *, sends: bool) -> Iterator[Bucket]:
         order = np.argsort(table.peer, kind="stable")
         tensor, offset = table.tensor[order], table.offset[order]
         itemsize = self._itemsizes[tensor]
         kinds, kind_of = distinct(
-            table.strided_box[order], itemsize, self._form_of[tensor], offset % self._matrix[tensor]
+            table.strided_box[order], itemsize, self._casts.form_of[tensor], offset % self._casts.period[tensor]
         )
         segments = [self._segments(*kind, sends=sends) for kind in kinds]
         known = [*chain.from_iterable(segments)]
@@ -144,18 +138,14 @@ class _Cutter:
     def _segments(self, strided_box: int, itemsize: int, form: int, place: int, *, sends: bool) -> list[_SegmentCopies]:
         """The segments of a kind of transfers; `place` is where in a matrix they start, in elements."""
         box = self._schedule.strided_boxes[strided_box]
-        cast = self._forms[form]
+        cast = self._casts.forms[form]
         wire_itemsize = cast.to_bytes if cast else itemsize
         segments = []
         for segment in cut(box.extents, wire_itemsize, self._segment_bytes):
             start = sum(index * stride for index, stride in zip(segment.start, box.strides, strict=True))
             packed = row_major_strides(segment.extents)
-            if cast and cast.block != (0, 0):
-                copies = band_copies(cast, place + start, segment.extents, box.strides)
-            elif sends:
-                copies = strided_copies(segment.extents, box.strides, packed, wire_itemsize, src_itemsize=itemsize)
-            else:
-                copies = strided_copies(segment.extents, packed, box.strides, itemsize)
+            sides = (box.strides, packed) if sends else (packed, box.strides)
+            copies = box_copies(segment.extents, *sides, itemsize, cast, place + start)
             segments.append(_SegmentCopies(prod(segment.extents) * wire_itemsize, start * itemsize, copies))
         return segments
 

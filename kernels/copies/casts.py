@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +25,7 @@ from mcore_reshard.planner.model.parameters import ITEMSIZE
 from mcore_reshard.planner.model.precision import CASTS, FP8, grid_of
 from mcore_reshard.planner.plan.schedule import Cast, Schedule, StridedBox
 
-from .copy_table import COPY, Ints, distinct
+from .copy_table import COPY, Ints, distinct, strided_copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,35 +81,82 @@ def itemsizes(schedule: Schedule) -> Ints:
 
 def wire_itemsizes(schedule: Schedule) -> Ints:
     """Bytes on the wire of an element of each of the schedule's tensors."""
-    sizes = itemsizes(schedule)
+    return np.array([ITEMSIZE[dtype] for dtype in wire_dtypes(schedule)], np.int64)
+
+
+def wire_dtypes(schedule: Schedule) -> list[str]:
+    """The dtype in which elements of each of the schedule's tensors travel."""
+    dtypes = [local.dtype for local in schedule.tensors]
     for cast in schedule.casts:
-        sizes[cast.tensor] = ITEMSIZE[cast.to]
-    return sizes
+        dtypes[cast.tensor] = cast.to
+    return dtypes
 
 
-def band_copies(form: CastForm, place: int, extents: tuple[int, ...], strides: tuple[int, ...]) -> NDArray[np.void]:
-    """The copies (dtype COPY) of a box that starts `place` elements into a matrix, in wire order.
+@dataclass(frozen=True, slots=True)
+class CastKinds:
+    """What distinguishes the casts of a schedule's tensors: transfers of one kind need the same copies."""
+
+    forms: tuple[CastForm | None, ...]  # None, then those of the casts
+    form_of: Ints  # [tensors] index into forms
+    period: Ints  # [tensors] elements after which places in blocks repeat; 1 where nothing is cast
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> CastKinds:
+        casts = bound_casts(schedule)
+        forms = (None, *{cast.form: None for cast in casts.values()})
+        form_of, period = np.zeros(len(schedule.tensors), np.int64), np.ones(len(schedule.tensors), np.int64)
+        for tensor, cast in casts.items():
+            form_of[tensor] = forms.index(cast.form)
+            period[tensor] = max(1, prod(cast.form.matrix))
+        return cls(forms, form_of, period)
+
+
+def box_copies(
+    extents: tuple[int, ...],
+    src_strides: tuple[int, ...],
+    dst_strides: tuple[int, ...],
+    itemsize: int,
+    form: CastForm | None = None,
+    place: int = 0,
+) -> NDArray[np.void]:
+    """The copies (dtype COPY) of a box that starts `place` elements into a tensor, and is cast there if it has a form.
+
+    `itemsize` is of the source. Strides are in elements, offsets in bytes from the box's first element on each side.
+    """
+    if form is None:
+        return strided_copies(extents, src_strides, dst_strides, itemsize)
+    if form.block == (0, 0):
+        return strided_copies(extents, src_strides, dst_strides, form.to_bytes, src_itemsize=itemsize)
+    return band_copies(form, place, extents, src_strides, dst_strides)
+
+
+def band_copies(
+    form: CastForm, place: int, extents: tuple[int, ...], strides: tuple[int, ...], dst_strides: tuple[int, ...]
+) -> NDArray[np.void]:
+    """The copies (dtype COPY) of a box that starts `place` elements into a matrix, each within one row of blocks.
 
     Offsets count from the box's start. `extents` and element `strides` are those of a `StridedBox` in which
-    `cast_problems` finds nothing.
+    `cast_problems` finds nothing; rows that are contiguous there are so at the destination.
     """
-    dims, columns = _rows_of(extents, strides)
+    dims, columns = _rows_of(extents, strides, dst_strides)
     height, width = form.matrix
     first_row = place // width
-    rows = np.array([first_row], np.int64)
-    for extent, stride in dims:
+    rows, to = np.array([first_row], np.int64), np.zeros(1, np.int64)
+    for extent, stride, dst_stride in dims:
         rows = (rows[:, None] + np.arange(extent) * (stride // width)).reshape(-1)
+        to = (to[:, None] + np.arange(extent) * dst_stride).reshape(-1)
+    step = dims[-1][2] if dims else 0  # from row to row at the destination
     bands = rows // height * form.blocks[0] + rows % height // form.block[0]
-    starts = np.flatnonzero(np.append(True, (np.diff(rows) != 1) | (np.diff(bands) != 0)))
-    src_row, dst_row = width * form.src_bytes, columns * form.to_bytes
+    starts = np.flatnonzero(np.append(True, (np.diff(rows) != 1) | (np.diff(bands) != 0) | (np.diff(to) != step)))
+    src_row = width * form.src_bytes
     copies = np.zeros(len(starts), COPY)
     copies["src_offset"] = (rows[starts] - first_row) * src_row
-    copies["dst_offset"] = starts * dst_row
+    copies["dst_offset"] = to[starts] * form.to_bytes
     copies["extents"] = 1
     copies["extents"][:, -1] = np.diff(np.append(starts, len(rows)))
     copies["src_strides"][:, -1] = src_row
-    copies["dst_strides"][:, -1] = dst_row
-    copies["row_bytes"] = dst_row
+    copies["dst_strides"][:, -1] = step * form.to_bytes
+    copies["row_bytes"] = columns * form.to_bytes
     return copies
 
 
@@ -136,10 +184,10 @@ def copies_across_bands(copies: NDArray[np.void], casts: Casts) -> NDArray[np.bo
     return across
 
 
-def _rows_of(extents: tuple[int, ...], strides: tuple[int, ...]) -> tuple[list[tuple[int, int]], int]:
-    """((extent, stride) of the dims outside of a box's rows, elements of a row)."""
-    dims = [dim for dim in zip(extents, strides, strict=True) if dim[0] > 1]
-    return (dims[:-1], dims[-1][0]) if dims and dims[-1][1] == 1 else (dims, 1)
+def _rows_of(extents: tuple[int, ...], *strides: tuple[int, ...]) -> tuple[list[tuple[int, ...]], int]:
+    """((extent, stride on each side) of the dims outside of a box's rows, elements of a row, contiguous on each side)."""
+    dims = [dim for dim in zip(extents, *strides, strict=True) if dim[0] > 1]
+    return (dims[:-1], dims[-1][0]) if dims and {*dims[-1][1:]} == {1} else (dims, 1)
 
 
 def cast_problems(schedule: Schedule) -> list[str]:

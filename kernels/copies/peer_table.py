@@ -1,7 +1,7 @@
 """One table of copies between a rank's own tensors and those of its peers, which the rank runs alone.
 
 a pull    from the tensors of training ranks, or of other replicas, into the own ones
-a push    from the own tensors into the same ones of other replicas
+a push    from the own tensors into those of generation ranks; a training rank casts on the way
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from mcore_reshard.kernels.errors import BindError
 from mcore_reshard.planner.plan.schedule import OtherEnd, Schedule, TransferTable
 
-from .casts import itemsizes
-from .copy_table import End, Ints, distinct, expand_copies, repeat, strided_copies
+from .casts import CastKinds, box_copies, itemsizes, wire_dtypes, wire_itemsizes
+from .copy_table import End, Ints, distinct, expand_copies, repeat
 
 
 class PeerTensor(NamedTuple):
@@ -49,45 +49,46 @@ class PeerTable:
     def there(self) -> End:
         return "src" if self.here == "dst" else "dst"
 
+    def in_order(self, order: Ints) -> PeerTable:
+        """The same copies in another order."""
+        columns = ("copies", "peer", "stage", "transfer_group", "member", "number", "transfer")
+        return replace(self, **{name: getattr(self, name)[order] for name in columns})
 
-def pull_table(schedule: Schedule, other_end: OtherEnd) -> PeerTable:
-    """The copies that bring `schedule.stages[i].recvs` from where `other_end.stages[i]` says they lie.
 
-    Raises `BindError` where the two do not describe the same transfers of the same plan.
+def peer_table(schedule: Schedule) -> PeerTable:
+    """The copies that bring everything that `schedule` sends, or receives, to or from where its view says it lies.
+
+    A training rank casts what its schedule says. Raises `BindError` where the two do not describe the same transfers of the
+    same plan.
     """
+    assert schedule.view is not None, "this schedule does not say where its bytes lie at their other ends"
+    other_end = schedule.view.other_end()
     if problems := _disagreements(schedule, other_end):
         raise BindError(schedule.name, problems)
-    recvs, pulls = joined_transfers([stage.recvs for stage in schedule.stages]), joined_transfers(other_end.stages)
+    here, there = joined_transfers(schedule.tables), joined_transfers(other_end.stages)
     stage, _ = repeat(np.array([len(table) for table in other_end.stages], np.int64))
-    itemsize = itemsizes(schedule)[recvs.tensor]
+    pushes, casts = schedule.world == "train", CastKinds.of(schedule)
+    itemsize, wire_itemsize = itemsizes(schedule)[here.tensor], wire_itemsizes(schedule)[here.tensor]
+    place = here.offset % casts.period[here.tensor]
 
-    def copies_of(src_box: int, dst_box: int, itemsize: int) -> NDArray[np.void]:
-        src, dst = other_end.strided_boxes[src_box], schedule.strided_boxes[dst_box]
-        return strided_copies(dst.extents, src.strides, dst.strides, itemsize)
+    def copies_of(own_box: int, other_box: int, itemsize: int, form: int, place: int) -> NDArray[np.void]:
+        own, other = schedule.strided_boxes[own_box], other_end.strided_boxes[other_box]
+        sides = (own.strides, other.strides) if pushes else (other.strides, own.strides)
+        return box_copies(own.extents, *sides, itemsize, casts.forms[form], place)
 
-    kinds, kind_of = distinct(pulls.strided_box, recvs.strided_box, itemsize)
+    kinds, kind_of = distinct(here.strided_box, there.strided_box, itemsize, casts.form_of[here.tensor], place)
     transfer, copies = expand_copies(kind_of, [copies_of(*kind) for kind in kinds])
     count = len(other_end.tensors)
-    keys, source = np.unique(pulls.peer * np.int64(count) + pulls.tensor, return_inverse=True)
-    copies["src"], copies["dst"] = len(schedule.tensors) + source[transfer], recvs.tensor[transfer]
-    copies["src_offset"] += (pulls.offset * itemsize)[transfer]
-    copies["dst_offset"] += (recvs.offset * itemsize)[transfer]
+    keys, key_of = np.unique(there.peer * np.int64(count) + there.tensor, return_inverse=True)
+    own_side: End = "src" if pushes else "dst"
+    other_side: End = "dst" if pushes else "src"
+    copies[own_side], copies[other_side] = here.tensor[transfer], len(schedule.tensors) + key_of[transfer]
+    copies[f"{own_side}_offset"] += (here.offset * itemsize)[transfer]
+    copies[f"{other_side}_offset"] += (there.offset * wire_itemsize)[transfer]
     theirs = tuple(PeerTensor(key // count, other_end.tensors[key % count].name) for key in keys.tolist())
-    group, member = pulls.transfer_group[transfer], pulls.member[transfer]
-    number = numbers_by_peer(pulls.peer)[transfer]
-    return PeerTable("dst", copies, theirs, pulls.peer[transfer], stage[transfer], group, member, number, transfer)
-
-
-def push_table(schedule: Schedule) -> PeerTable:
-    """The copies that bring `schedule.stages[i].sends` to other replicas, which have the same tensors."""
-    sends = schedule.tables
-    elsewhere = OtherEnd(schedule.rank, schedule.digest, schedule.tensors, schedule.strided_boxes, tuple(sends))
-    stages = tuple(replace(stage, sends=stage.recvs, recvs=stage.sends) for stage in schedule.stages)
-    pulls = pull_table(replace(schedule, stages=stages), elsewhere)
-    copies = pulls.copies.copy()
-    for column in ("", "_offset", "_strides"):
-        copies[f"src{column}"], copies[f"dst{column}"] = pulls.copies[f"dst{column}"], pulls.copies[f"src{column}"]
-    return replace(pulls, here="src", copies=copies)
+    group, member = here.transfer_group[transfer], here.member[transfer]
+    number = numbers_by_peer(here.peer)[transfer]
+    return PeerTable(own_side, copies, theirs, here.peer[transfer], stage[transfer], group, member, number, transfer)
 
 
 def numbers_by_peer(peer: NDArray[np.int32]) -> Ints:
@@ -109,24 +110,25 @@ def joined_transfers(tables: Sequence[TransferTable]) -> TransferTable:
 def _disagreements(schedule: Schedule, other_end: OtherEnd) -> list[str]:
     if (other_end.rank, other_end.digest) != (schedule.rank, schedule.digest):
         return [
-            f"the pulls are those of rank {other_end.rank} of the engine in plan {other_end.digest};"
-            f" this is {schedule.name}, rank {schedule.rank} of the engine in plan {schedule.digest}"
+            f"the other ends are those of rank {other_end.rank} in plan {other_end.digest};"
+            f" this is {schedule.name}, rank {schedule.rank} in plan {schedule.digest}"
         ]
     if len(other_end.stages) != len(schedule.stages):
-        return [f"the pulls have {len(other_end.stages)} stages, the schedule {len(schedule.stages)}"]
+        return [f"the other ends have {len(other_end.stages)} stages, the schedule {len(schedule.stages)}"]
     return [
-        f"stage {stage.pp_stage}: the pulls are not those of the transfers received"
-        for stage, pulls in zip(schedule.stages, other_end.stages, strict=True)
-        if not _same_transfers(schedule, other_end, stage.recvs, pulls)
+        f"stage {stage.pp_stage}: the other ends are not those of the transfers {'sent' if table is stage.sends else 'received'}"
+        for stage, table, there in zip(schedule.stages, schedule.tables, other_end.stages, strict=True)
+        if not _same_transfers(schedule, other_end, table, there)
     ]
 
 
-def _same_transfers(schedule: Schedule, other_end: OtherEnd, recvs: TransferTable, pulls: TransferTable) -> bool:
+def _same_transfers(schedule: Schedule, other_end: OtherEnd, here: TransferTable, there: TransferTable) -> bool:
     columns = ("peer", "nbytes", "transfer_group", "member")
-    if not all(np.array_equal(getattr(recvs, name), getattr(pulls, name)) for name in columns):
+    if not all(np.array_equal(getattr(here, name), getattr(there, name)) for name in columns):
         return False
-    boxes = {*zip(pulls.strided_box.tolist(), recvs.strided_box.tolist(), strict=True)}
-    tensors = {*zip(pulls.tensor.tolist(), recvs.tensor.tolist(), strict=True)}
+    boxes = {*zip(here.strided_box.tolist(), there.strided_box.tolist(), strict=True)}
+    tensors = {*zip(here.tensor.tolist(), there.tensor.tolist(), strict=True)}
+    wire = wire_dtypes(schedule)
     return all(
-        other_end.strided_boxes[src].extents == schedule.strided_boxes[dst].extents for src, dst in boxes
-    ) and all(other_end.tensors[src].dtype == schedule.tensors[dst].dtype for src, dst in tensors)
+        schedule.strided_boxes[own].extents == other_end.strided_boxes[other].extents for own, other in boxes
+    ) and all(wire[own] == other_end.tensors[other].dtype for own, other in tensors)

@@ -20,7 +20,7 @@ from mcore_reshard.planner.plan.schedule import Schedule
 from .bind import BoundSchedule
 from .box_sums import IN_MESSAGE, IN_PARAMETER, Base, Weights, box_sum, mixed, number_of, times
 from .buckets import Bucket
-from .casts import bound_casts, copies_across_bands
+from .casts import bound_casts, copies_across_bands, wire_dtypes
 from .copy_table import SCRATCH, End, Ints, joined
 from .peer_table import PeerTable, numbers_by_peer
 from .places import Boxes, Dim, Places, boxes_of_copies, boxes_of_rows, find_places, region_dims
@@ -95,9 +95,7 @@ class TableReader:
         def name_of(row: int) -> str:
             return buckets[int(bucket[row])].waiting.parameter
 
-        is_across = copies_across_bands(copies, self._executed.bound.casts if here == "src" else {})
-        if is_across.any():
-            self._report(is_across, "copies take scales of other blocks", name_of)
+        self._check_blocks(copies, here, name_of)
         facts = np.array([(each.peer, each.stage, each.number) for each in buckets], np.int64)[bucket]
         peer, stage, number = facts.T
         boxes = self._boxes(copies, here, copies["dst" if here == "src" else "src"] != SCRATCH, name_of)
@@ -115,12 +113,22 @@ class TableReader:
         is_foreign = (theirs < 0) | (theirs >= len(ranks))
         is_foreign[~is_foreign] = ranks[theirs[~is_foreign]] != table.peer[~is_foreign]
         claimed = np.stack([table.transfer_group, table.member], axis=1).astype(np.int64)
-        boxes = self._boxes(copies, table.here, is_foreign, lambda row: schedule.parameter_name(*claimed[row].tolist()))
+
+        def name_of(row: int) -> str:
+            return schedule.parameter_name(*claimed[row].tolist())
+
+        self._check_blocks(copies, table.here, name_of)
+        boxes = self._boxes(copies, table.here, is_foreign, name_of)
         if boxes is not None:
             keys = np.array([number_of(each.tensor) for each in table.theirs], np.uint64)[theirs]
             other = times(mixed(table.stage, table.number, *claimed.T, *self._full_place(len(copies))), keys)
             self._enter(boxes, table.peer.astype(np.int64), table.stage, other, claimed)
         return boxes
+
+    def _check_blocks(self, copies: NDArray[np.void], here: End, name_of: Callable[[int], str]) -> None:
+        is_across = copies_across_bands(copies, self._executed.bound.casts if here == "src" else {})
+        if is_across.any():
+            self._report(is_across, "copies take scales of other blocks", name_of)
 
     def _read_rows(self, schedule: Schedule) -> list[Boxes]:
         """The part that peers read or write where it lies, in the order of its transfers."""
@@ -220,10 +228,7 @@ def _in_parameter(dims: Iterable[Dim]) -> Iterator[tuple[int, list[tuple[Base, i
 
 def _wire_dtypes(schedule: Schedule) -> Ints:
     """The number of the dtype in which elements of each tensor travel."""
-    dtypes = [local.dtype for local in schedule.tensors]
-    for cast in schedule.casts:
-        dtypes[cast.tensor] = cast.to
-    return np.array([_DTYPES[dtype] for dtype in dtypes], np.int64)
+    return np.array([_DTYPES[dtype] for dtype in wire_dtypes(schedule)], np.int64)
 
 
 def _misplaced(bound: BoundSchedule) -> Iterator[str]:

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from mcore_reshard.kernels.copies.buckets import Bucket, cut_buckets
 from mcore_reshard.kernels.copies.casts import bound_casts, itemsizes
 from mcore_reshard.kernels.copies.copy_table import Ints, joined
-from mcore_reshard.kernels.copies.peer_table import PeerTable, pull_table, push_table
+from mcore_reshard.kernels.copies.peer_table import PeerTable, peer_table
 from mcore_reshard.kernels.copies.strata import strata_of
 from mcore_reshard.kernels.cuda.cast_tiles import cut_gather, scale_blocks
 from mcore_reshard.kernels.cuda.engine_rows import ENGINE_SHARE, divided
@@ -216,7 +216,7 @@ def _direct(
         tables = _pull_bytes(first, bucket_bytes, options, topology)
         for hop in later:
             if pushes and hop.world == "train":
-                tables += _tile_bytes(push_table(hop), options)
+                tables += _tile_bytes(peer_table(hop), options)
             elif not pushes and hop.world == "gen":
                 tables += _pull_bytes(hop, bucket_bytes, options, topology)
         gen[rank] = RankMemory(tables=tables)
@@ -234,7 +234,7 @@ def _pull_bytes(
     """The tables by which a generation rank pulls. `bucket_bytes` are those of each training rank's slots."""
     plain, cast = parted(schedule)
     assert plain.view is not None, "parted has seen it"
-    table = pull_table(plain, plain.view.other_end())
+    table = peer_table(plain)
     buckets = [
         bucket for peer in sorted(cast.peers) for bucket in cut_buckets(cast.with_peers({peer}), bucket_bytes[peer])
     ]

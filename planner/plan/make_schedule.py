@@ -90,7 +90,8 @@ class RankView(View):
 
     def other_end(self) -> OtherEnd:
         view = replace(self)
-        tables = tuple(view._tables(partial(view._receives, piece="src")).values())
+        of_peers = partial(view._sends, piece="dst") if self.world == "train" else partial(view._receives, piece="src")
+        tables = tuple(view._tables(of_peers).values())
         if self.rows is not None:
             tables = tuple(table.rows(rows) for table, rows in zip(tables, self.rows, strict=True))
         return OtherEnd(self.rank, self.plan.digest, tuple(view.tensors), tuple(view.strided_boxes), tables)
@@ -103,15 +104,16 @@ class RankView(View):
         send_rows = partial(sending._passes_on, kind=kind, sends=True)
         sends = replace(sending._schedule(send_rows, is_sender=True), world="train")
         receives = receiving._schedule(partial(receiving._passes_on, kind=kind, sends=False), is_sender=False)
-        recvs = tuple(stage.recvs for stage in receives.stages)  # replicas keep the same tensors: this is both ends
-        table = OtherEnd(self.rank, self.plan.digest, receives.tensors, receives.strided_boxes, recvs)
-        view = OtherEndView(table, of_rank=self)
-        sends, receives = replace(sends, view=self), replace(receives, view=view)
         return Relay(*(self._among_replicas(end, hop) for end in (sends, receives)))
 
     def _among_replicas(self, end: Schedule, hop: int) -> Schedule:
         hops, seats = self.plan.later_hops, end.gen_seats
-        return replace(end, later_hops=hops, hop=hop, train_ranks=end.gen_ranks, padding=(), relay_seats=seats)
+        # Replicas keep the same tensors: this is both ends.
+        other = OtherEnd(self.rank, self.plan.digest, end.tensors, end.strided_boxes, tuple(end.tables))
+        view = OtherEndView(other, of_rank=self)
+        return replace(
+            end, later_hops=hops, hop=hop, train_ranks=end.gen_ranks, padding=(), relay_seats=seats, view=view
+        )
 
     def held(self) -> Held:
         if id(self.plan) not in self.layouts:
@@ -176,11 +178,12 @@ class RankView(View):
                 rows[place.transfers.pp_stage].append(columns)
         return {stage: _table(parts) for stage, parts in rows.items()}
 
-    def _sends(self, place: RankInGroup) -> _Columns:
+    def _sends(self, place: RankInGroup, piece: _End = "src") -> _Columns:
+        """Sends of a training rank to generation ranks, as they lie here or ("dst") in their tensors."""
         plan, transfers = self.plan, place.transfers
         hop = self._first_hop(place)
         peers = plan.rank_grids[transfers.dst][place.pattern.parts["gen"][hop.overlap], hop.dst]
-        return self._columns(place, hop.overlap, hop.src == place.replica, peers, piece="src", order="src")
+        return self._columns(place, hop.overlap, hop.src == place.replica, peers, piece, order="src")
 
     def _receives(self, place: RankInGroup, piece: _End = "dst") -> _Columns:
         """Receives of a generation rank from training ranks, as they lie here or ("src") in their tensors."""

@@ -187,13 +187,13 @@ class Relay:
 
 @dataclass(frozen=True, slots=True)
 class OtherEnd:
-    """Where the bytes that one generation rank receives lie at their other ends, for a receiver that reads them itself.
+    """Where the bytes that one rank sends or receives lie at their other ends, for a rank that writes or reads them there.
 
-    `stages[i]` goes row by row with `Schedule.stages[i].recvs`, but tensor, strided box and offset are those of the
-    training rank `peer`. Ranks may have tensors of the same name.
+    `stages[i]` goes row by row with `Schedule.tables[i]`, but tensor, strided box and offset are those of the rank
+    `peer`. Ranks may have tensors of the same name.
     """
 
-    rank: int  # of the receiver, in the generation world
+    rank: int  # of whom the schedule is, in its world
     digest: str
     tensors: tuple[LocalTensor, ...]
     strided_boxes: tuple[StridedBox, ...]
@@ -207,7 +207,7 @@ class View:
     """Facts that some executors need beside a schedule, computed on demand."""
 
     def other_end(self) -> OtherEnd:
-        """Generation ranks: the other end of what the schedule receives, for executors that read it there."""
+        """The other end of what the schedule sends or receives."""
         raise NotImplementedError
 
     def with_rows(self, masks: Sequence[NDArray[np.bool_] | NDArray[np.int64]]) -> View:

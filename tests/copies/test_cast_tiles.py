@@ -153,7 +153,8 @@ def test_parts_of_blocks_large_blocks_and_second_copies_are_left_out() -> None:
         """Of each box (first row, rows, first column, columns) of a weight with 300 rows, whether it is left out."""
         form = CastForm("bfloat16", "float8_e4m3fn", (300, width), block)
         copies = [
-            band_copies(form, row * width + column, (rows, columns), (width, 1)) for row, rows, column, columns in boxes
+            band_copies(form, row * width + column, (rows, columns), (width, 1), (columns, 1))
+            for row, rows, column, columns in boxes
         ]
         table = joined(copies)
         table["src_offset"] += np.repeat(

@@ -32,7 +32,7 @@ from mcore_reshard.planner.plan.schedule import Cast, LocalTensor, Schedule
 def test_copies_stay_within_a_row_of_blocks() -> None:
     """The example of the module: rows 1 to 4 of a matrix [5, 4] in blocks of 2 x 2."""
     form = CastForm("bfloat16", E4M3, (5, 4), (2, 2))
-    copies = band_copies(form, 4, (4, 4), (4, 1))
+    copies = band_copies(form, 4, (4, 4), (4, 1), (4, 1))
     assert [(c["src_offset"], c["dst_offset"], c["extents"][2], c["row_bytes"]) for c in copies] == [
         (0, 0, 1, 4),
         (8, 4, 2, 4),
@@ -42,9 +42,9 @@ def test_copies_stay_within_a_row_of_blocks() -> None:
 
 def test_copies_of_stacked_and_scattered_rows() -> None:
     form = CastForm("bfloat16", E4M3, (3, 4), (2, 2))
-    stacked = band_copies(form, 0, (2, 3, 2), (12, 4, 1))  # two experts of three rows, half of their columns
+    stacked = band_copies(form, 0, (2, 3, 2), (12, 4, 1), (6, 2, 1))  # two experts of three rows, half of their columns
     assert [(c["src_offset"] // 8, c["extents"][2]) for c in stacked] == [(0, 2), (2, 1), (3, 2), (5, 1)]
-    apart = band_copies(form, 0, (2, 4), (8, 1))  # rows 0 and 2
+    apart = band_copies(form, 0, (2, 4), (8, 1), (4, 1))  # rows 0 and 2
     assert [(c["src_offset"] // 8, c["dst_offset"], c["extents"][2]) for c in apart] == [(0, 0, 1), (2, 4, 1)]
 
 

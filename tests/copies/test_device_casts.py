@@ -111,7 +111,7 @@ def test_special_values(name: str, at_once: bool) -> None:
     form = CastForm("bfloat16", "float8_e4m3fn", tuple(weight.shape), block)  # type: ignore[arg-type]
     scales = torch.zeros(form.blocks, device=CUDA)
     casts = {0: TensorCast(form, 1)}
-    copies = band_copies(form, 0, tuple(weight.shape), (weight.shape[1], 1))
+    copies = band_copies(form, 0, tuple(weight.shape), (weight.shape[1], 1), (weight.shape[1], 1))
     copies["dst"] = 2
     target = torch.zeros(weight.numel(), dtype=torch.uint8, device=CUDA)
     bases = np.array([tensor.data_ptr() for tensor in (weight, scales, target)], np.uint64)

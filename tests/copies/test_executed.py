@@ -23,7 +23,7 @@ from mcore_reshard.kernels.copies.executed import (
     first_difference,
     named_difference,
 )
-from mcore_reshard.kernels.copies.peer_table import pull_table, push_table
+from mcore_reshard.kernels.copies.peer_table import peer_table
 from mcore_reshard.kernels.copies.read_back import Entries
 from mcore_reshard.kernels.copies.tiling import tiling_problems
 from mcore_reshard.kernels.errors import BindError
@@ -67,11 +67,11 @@ def direct_tables(bound: BoundSchedule, plan: Plan) -> list[Executed]:
     if bound.schedule.world == "train":
         return [Executed(bound, buckets=buckets, exposed=plain)]
     assert plain.view is not None
-    pulls = pull_table(plain, plain.view.other_end())
+    pulls = peer_table(plain)
     tables = [Executed(bound, buckets=buckets, reaches=pulls)]
     for relay in relays_of(plan, bound.schedule.rank):
         sends, receives = bound.part(relay.sends), bound.part(relay.receives)
-        tables += [Executed(sends, reaches=push_table(sends.schedule)), Executed(receives, exposed=receives.schedule)]
+        tables += [Executed(sends, reaches=peer_table(sends.schedule)), Executed(receives, exposed=receives.schedule)]
     return tables
 
 

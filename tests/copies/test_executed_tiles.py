@@ -20,7 +20,7 @@ from mcore_reshard.kernels.copies.bind import BoundSchedule, bind
 from mcore_reshard.kernels.copies.buckets import cut_buckets
 from mcore_reshard.kernels.copies.copy_table import COPY
 from mcore_reshard.kernels.copies.executed import Executed
-from mcore_reshard.kernels.copies.peer_table import PeerTable, pull_table
+from mcore_reshard.kernels.copies.peer_table import PeerTable, peer_table
 from mcore_reshard.kernels.cuda import copy_engine, engine_rows
 from mcore_reshard.kernels.cuda.cast_tiles import cut_cast_tiles, cut_whole_blocks
 from mcore_reshard.kernels.cuda.executed_tiles import (
@@ -112,7 +112,7 @@ def pulls_of(case: Case, rank: int) -> tuple[BoundSchedule, PeerTable, NDArray[n
     schedule = schedule_of(case.plan(), "gen", rank)
     bound = bind(schedule, allocate(schedule))
     assert schedule.view is not None
-    table = pull_table(schedule, schedule.view.other_end())
+    table = peer_table(schedule)
     own = [tensor.data_ptr() for tensor in bound.tensors]
     theirs = [(1 << 40) + (number << 24) for number in range(len(table.theirs))]
     return bound, table, np.array(own + theirs, np.uint64)

@@ -12,7 +12,7 @@ from helpers.plans import TINY, Case
 from helpers.simulate import execute, numbered_tensors
 
 from mcore_reshard.kernels.copies.cpu import run_copies
-from mcore_reshard.kernels.copies.peer_table import pull_table
+from mcore_reshard.kernels.copies.peer_table import peer_table
 from mcore_reshard.kernels.copies.tensors import byte_array
 from mcore_reshard.kernels.errors import BindError
 from mcore_reshard.planner.plan.make_schedule import relays_of, schedule_of
@@ -59,7 +59,7 @@ def test_every_element_is_pulled_to_its_place(case: Case) -> None:
 def pull(schedule: Schedule, own: dict[str, torch.Tensor], sources: list[dict[str, torch.Tensor]]) -> None:
     """Pull on the CPU, as the kernel of a generation rank does."""
     assert schedule.view is not None
-    table = pull_table(schedule, schedule.view.other_end())
+    table = peer_table(schedule)
     bases = [byte_array(own[local.name]) for local in schedule.tensors]
     bases += [byte_array(sources[source.rank][source.tensor]) for source in table.theirs]
     run_copies(table.copies, bases)
@@ -69,7 +69,7 @@ def test_columns_name_peer_stage_and_parameter() -> None:
     plan = TINY[0].plan()
     schedule = schedule_of(plan, "gen", 1)
     assert schedule.view is not None
-    table = pull_table(schedule, schedule.view.other_end())
+    table = peer_table(schedule)
     first_source = len(schedule.tensors)
     for row in range(len(table.copies)):
         source = table.theirs[int(table.copies["src"][row]) - first_source]
@@ -98,14 +98,14 @@ def test_pulls_of_other_transfers_are_refused() -> None:
     plan = TINY[0].plan()
     schedule = tampered(plan)
     assert schedule.view is not None
-    with pytest.raises(BindError, match="stage 0: the pulls are not those of the transfers received"):
-        pull_table(schedule, schedule.view.other_end())
-    with pytest.raises(BindError, match="the pulls are those of rank 0 of the engine"):
-        pull_table(schedule_of(plan, "gen", 1), schedule.view.other_end())
+    with pytest.raises(BindError, match="stage 0: the other ends are not those of the transfers received"):
+        peer_table(schedule)
+    with pytest.raises(BindError, match="the other ends are those of rank 0 in plan"):
+        peer_table(replace(schedule_of(plan, "gen", 1), view=schedule.view))
 
 
 def test_a_rank_that_pulls_nothing_has_an_empty_table() -> None:
     schedule = schedule_of(TINY[0].plan(), "gen", 0)
     assert schedule.view is not None
-    table = pull_table(replace(schedule, stages=()), replace(schedule.view.other_end(), stages=()))
+    table = peer_table(replace(schedule, stages=(), view=OtherEndView(replace(schedule.view.other_end(), stages=()))))
     assert [len(column) for column in (table.copies, table.theirs, table.peer, table.stage)] == [0, 0, 0, 0]

@@ -15,7 +15,7 @@ from mcore_reshard.kernels.copies.buckets import cut_buckets
 from mcore_reshard.kernels.copies.cast_arithmetic import compute_scales
 from mcore_reshard.kernels.copies.copy_table import joined
 from mcore_reshard.kernels.copies.cpu import run_copies
-from mcore_reshard.kernels.copies.peer_table import pull_table
+from mcore_reshard.kernels.copies.peer_table import peer_table
 from mcore_reshard.kernels.copies.tensors import byte_array
 from mcore_reshard.kernels.cuda.engine_rows import divided
 from mcore_reshard.kernels.transports.direct.staging import (
@@ -73,7 +73,7 @@ def test_rounds_bring_every_byte_to_its_place(worlds: tuple[int, int], seed: int
     for engine in engines:
         plain, _ = parted(engine.schedule)
         assert plain.view is not None
-        table = pull_table(plain, plain.view.other_end())
+        table = peer_table(plain)
         theirs = [byte_array(train[source.rank].by_name[source.tensor]) for source in table.theirs]
         run_copies(table.copies, [*map(byte_array, engine.tensors), *theirs])
         held_now = {name: raw_bytes(tensor) for name, tensor in engine.by_name.items()}

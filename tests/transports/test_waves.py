@@ -13,7 +13,7 @@ from helpers.plans import Case
 from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.buckets import cut_buckets
-from mcore_reshard.kernels.copies.peer_table import joined_transfers, pull_table, push_table
+from mcore_reshard.kernels.copies.peer_table import joined_transfers, peer_table
 from mcore_reshard.kernels.transports.direct.staging import parted, rounds_of
 from mcore_reshard.kernels.transports.direct.waves import MOST_WAVES, landing_waves, pushing_waves, waves_for
 from mcore_reshard.kernels.transports.rounds import in_rounds
@@ -53,7 +53,7 @@ def pushed_and_landed(plan: Plan, rank: int, waves: int) -> tuple[Ints, Ints]:
     buckets = {peer: cut_buckets(cast.with_peers({peer}), BUCKET_BYTES) for peer in sorted(cast.peers)}
     rounds = in_rounds(buckets)
     assert plain.view is not None
-    pulls, pushes = pull_table(plain, plain.view.other_end()), push_table(sends)
+    pulls, pushes = peer_table(plain), peer_table(sends)
     never = waves + len(rounds)
     landed = {local.name: np.full(8 * prod(local.shape), never) for local in sends.tensors}  # of each byte: the wave
     of_waves = (landing[pulls.transfer] + len(rounds)).tolist(), touched(plain, pulls.copies, "dst")

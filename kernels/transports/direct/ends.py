@@ -24,7 +24,7 @@ import torch
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.copies.copy_table import Ints
-from mcore_reshard.kernels.copies.peer_table import pull_table
+from mcore_reshard.kernels.copies.peer_table import peer_table
 from mcore_reshard.kernels.copies.read_back import Executed
 from mcore_reshard.kernels.copies.tensors import gpu_of
 from mcore_reshard.kernels.cuda.copy_kernel import KernelShape, own_gpu_shape
@@ -117,7 +117,7 @@ class Reader:
         self._bound = bound
         self._signals = signals
         self._pulling = EventWait(signals, "the pull")
-        self._table = pull_table(plain, plain.view.other_end())
+        self._table = peer_table(plain)
         self._plain, self._cast, self._landing = plain, cast, landing_waves(plain, waves)
         device = self._device = bound.device or torch.device("cuda", torch.cuda.current_device())
         # torch hands out 32 streams in turn, so that these two differ.

@@ -17,7 +17,7 @@ import torch
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.copies.copy_table import Ints
-from mcore_reshard.kernels.copies.peer_table import push_table
+from mcore_reshard.kernels.copies.peer_table import peer_table
 from mcore_reshard.kernels.copies.read_back import Executed
 from mcore_reshard.kernels.cuda.copy_kernel import KernelShape
 from mcore_reshard.kernels.cuda.executed_tiles import PlacedCopies, tile_problems
@@ -47,7 +47,7 @@ class Pushes:
     ) -> None:
         device = bound.device or torch.device("cuda", torch.cuda.current_device())
         self._bound, self._device = bound, device
-        self._table = push_table(bound.schedule)
+        self._table = peer_table(bound.schedule)
         self._stream, self._pushed = torch.cuda.Stream(device), torch.cuda.Event()
         self._mappings = kept.mappings(device)
         self._signals = PeerSignals(store, bound, timeout_s)
