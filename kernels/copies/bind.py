@@ -6,7 +6,7 @@ Transports then cut it into buckets (`cut_buckets`), or make a table of what the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -93,6 +93,11 @@ class BoundSchedule:
         if (schedule.tensors, schedule.computed) == (self.schedule.tensors, self.schedule.computed):
             return self._with(schedule)
         return _bind_unchecked(schedule, self.by_name)
+
+    def rows(self, schedule: Schedule) -> BoundSchedule:
+        """The same schedule with some of its transfers, bound to the same tensors, scales among them."""
+        totals = tuple(map(StageTotals.of, schedule.stages))
+        return replace(self, schedule=schedule, casts=bound_casts(schedule), stages=totals)
 
     def again(self, schedule: Schedule, tensors: Mapping[str, torch.Tensor]) -> BoundSchedule | None:
         """The rank's schedule among other replicas, bound to the same live `tensors`: only its transfers are checked.

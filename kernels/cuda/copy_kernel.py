@@ -215,8 +215,19 @@ class DeviceGather:
 
     def launch(self, stream: torch.cuda.Stream) -> None:
         """Queue everything on `stream`. Does not wait."""
-        for part in self._parts.values():
-            part.launch(stream)
+        self.launch_scales(stream)
+        self.launch_copies(stream)
+
+    def launch_scales(self, stream: torch.cuda.Stream) -> None:
+        """Queue on `stream` what computes scales of blocks that are not cast whole here. Does not wait."""
+        if "scales" in self._parts:
+            self._parts["scales"].launch(stream)
+
+    def launch_copies(self, stream: torch.cuda.Stream) -> None:
+        """Queue everything else."""
+        for name, part in self._parts.items():
+            if name != "scales":
+                part.launch(stream)
 
     def empty(self, stream: torch.cuda.Stream) -> None:
         """Queue on `stream`: launches that begin later copy nothing. For good. Not for one that computes scales."""

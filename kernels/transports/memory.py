@@ -16,7 +16,7 @@ engine. One of them is counted for all: a plan of DeepSeek-V3 for 256 and 128 ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -37,10 +37,10 @@ from mcore_reshard.kernels.options import Options
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.planner.plan.paths import NIC
 from mcore_reshard.planner.plan.plan import Plan
-from mcore_reshard.planner.plan.schedule import OtherEndView, Schedule, View, World
+from mcore_reshard.planner.plan.schedule import Schedule, View, World
 from mcore_reshard.planner.topology.topology import Topology
 
-from .direct.staging import SLOTS, divide_slots, parted, with_new_weights
+from .direct.staging import PUSHED_TILE_BYTES, SLOTS, divide_slots, parted, with_other_end
 from .nccl.buffers import buffer_bytes
 from .nccl.shared_gpus import SharedGpus
 from .nccl.staging import (
@@ -138,7 +138,7 @@ class _Rank:
     def hops(self) -> list[Schedule]:
         """With the trainer; on generation ranks that pass on, what they send and receive in each later hop."""
         relays = self._view.relays() if self.schedule.world == "gen" else ()
-        return [_with_sources(self.schedule), *(end for relay in relays for end in (relay.sends, relay.receives))]
+        return [with_other_end(self.schedule), *(end for relay in relays for end in (relay.sends, relay.receives))]
 
     @property
     def _view(self) -> View:
@@ -151,13 +151,6 @@ def _by_wave(schedule: Schedule, waves: int) -> list[Schedule]:
     if waves == 1:
         return [schedule]
     return [schedule.with_rows([table.wave == wave for table in schedule.tables]) for wave in range(waves)]
-
-
-def _with_sources(schedule: Schedule) -> Schedule:
-    """The schedule with its source table computed: filters of it need not do so again."""
-    if schedule.world == "train" or schedule.view is None:
-        return schedule
-    return replace(schedule, view=OtherEndView(schedule.view.other_end(), schedule.view))
 
 
 _Counted = dict[World, dict[int, RankMemory]]
@@ -197,20 +190,27 @@ def _direct(
 ) -> _Counted:
     """`schedules` has the hops of each rank that is counted. Without a topology, each rank has a GPU of its own.
 
-    Replicas push what they pass on, or pull it from each other.
+    Replicas push what they pass on, or pull it from each other. Engine ranks are taken to be such that training ranks can
+    write what they cast straight into their memory; those whose memory cannot be mapped make trainers hold slots, too.
     """
     parts = {rank: parted(hops[0])[1] for rank, hops in schedules["train"].items()}
-    slot_buckets = {  # bytes, of each training rank that casts
+    slot_buckets = {  # bytes, of each training rank with slots
         rank: bucket_bytes_within(options.scratch_bytes, len(part.peers), SLOTS)
         for rank, part in parts.items()
-        if part.peers
+        if part.peers and _has_slots(part, options)
     }
     bucket_bytes = {rank: slot_buckets.get(counted, 0) for rank, counted in enumerate(alike["train"].tolist())}
     train = {}
     for rank, (schedule,) in schedules["train"].items():
-        slots, buckets = divide_slots(parts[rank], options.scratch_bytes)
-        tables = _casting_bytes(schedule, in_rounds(buckets))
-        train[rank] = replace(_of_trainer(schedule, options), tables=tables, scratch=SLOTS * slots.slot_bytes)
+        part, own = parts[rank], _of_trainer(schedule, options)
+        if _has_slots(part, options):
+            slots, buckets = divide_slots(part, options.scratch_bytes)
+            rounds = (joined([bucket.copies for bucket in together]) for together in in_rounds(buckets))
+            tables = _casting_bytes(schedule, rounds)
+            train[rank] = replace(own, tables=tables, scratch=SLOTS * slots.slot_bytes)
+        else:
+            _, pushed = parted(schedule, part.peers)
+            train[rank] = replace(own, tables=_casting_bytes(schedule, [peer_table(pushed).copies], PUSHED_TILE_BYTES))
     gen = {}
     for rank, (first, *later) in schedules["gen"].items():
         tables = _pull_bytes(first, bucket_bytes, options, topology)
@@ -233,7 +233,9 @@ def _pull_bytes(
 ) -> int:
     """The tables by which a generation rank pulls. `bucket_bytes` are those of each training rank's slots."""
     plain, cast = parted(schedule)
-    assert plain.view is not None, "parted has seen it"
+    if not _has_slots(cast, options):
+        plain, _ = parted(schedule, cast.peers)
+        cast = cast.with_peers(())
     table = peer_table(plain)
     buckets = [
         bucket for peer in sorted(cast.peers) for bucket in cut_buckets(cast.with_peers({peer}), bucket_bytes[peer])
@@ -398,16 +400,23 @@ def _gather_bytes(schedule: Schedule, buckets: Sequence[Bucket]) -> int:
     return sum(table.nbytes for table in tables) + scale_blocks(casts, [0] * len(elements), elements).nbytes
 
 
-def _casting_bytes(schedule: Schedule, rounds: Sequence[Sequence[Bucket]]) -> int:
-    """The tables of a source of `direct`, which computes the scales of a weight in its first round."""
-    casts, bases = bound_casts(schedule), np.zeros(len(schedule.tensors) + 1, np.uint64)
-    bases[:-1] = _PLACE * np.arange(1, len(bases))  # far from each other, as blocks are told apart by where they lie
+def _has_slots(cast: Schedule, options: Options) -> bool:
+    """Whether what a training rank casts over `direct` goes through slots: see `direct.ends`."""
+    return cast.relayed or options.checksums
+
+
+def _casting_bytes(schedule: Schedule, rounds: Iterable[NDArray[np.void]], tile_bytes: int = DEFAULT_TILE_BYTES) -> int:
+    """The tables of a source of `direct`, which computes the scales of a weight in its first round; `rounds` are copies."""
+    casts = bound_casts(schedule)
     elements = [prod(local.shape) for local in schedule.tensors]
-    nbytes = 0
-    for together, new in with_new_weights(rounds):
-        copies = joined([bucket.copies for bucket in together])
-        tables = cut_gather(copies, bases, casts, DEFAULT_TILE_BYTES, computes=new, elements=elements)
-        nbytes += sum(table.nbytes for table in tables)
+    nbytes, seen = 0, set[int]()
+    for copies in rounds:
+        bases = np.zeros(1 + max(len(elements), int(copies["dst"].max(initial=0))), np.uint64)
+        # Far from each other, as blocks are told apart by where they lie.
+        bases[: len(elements)] = _PLACE * np.arange(1, len(elements) + 1)
+        weights = {*copies["src"].tolist()} & casts.keys()
+        tables = cut_gather(copies, bases, casts, tile_bytes, computes=sorted(weights - seen), elements=elements)
+        nbytes, seen = nbytes + sum(table.nbytes for table in tables), seen | weights
     return nbytes
 
 

@@ -94,7 +94,14 @@ class RankView(View):
         tables = tuple(view._tables(of_peers).values())
         if self.rows is not None:
             tables = tuple(table.rows(rows) for table, rows in zip(tables, self.rows, strict=True))
-        return OtherEnd(self.rank, self.plan.digest, tuple(view.tensors), tuple(view.strided_boxes), tables)
+        tensors, boxes = tuple(view.tensors), tuple(view.strided_boxes)
+        return OtherEnd(self.rank, self.plan.digest, tensors, boxes, tables, self._computed_scales())
+
+    def _computed_scales(self) -> frozenset[int]:
+        """The transfer groups of scales of weights that are cast."""
+        cast = {cast.group for cast in self.plan.casts}
+        scales = {pair.scales for pair in self.plan.pairs if pair.weight in cast}
+        return frozenset(n for n, transfers in enumerate(self.plan.transfer_groups) if transfers.group in scales)
 
     def relays(self) -> tuple[Relay, ...]:
         return tuple(self._relay(kind, hop) for hop, kind in enumerate(self.plan.later_hops, 1))

@@ -198,6 +198,7 @@ class OtherEnd:
     tensors: tuple[LocalTensor, ...]
     strided_boxes: tuple[StridedBox, ...]
     stages: tuple[TransferTable, ...]
+    computed: frozenset[int] = frozenset()  # transfer groups of what training ranks compute, the scales of casts
 
     def with_rows(self, masks: Sequence[NDArray[np.bool_] | NDArray[np.int64]]) -> OtherEnd:
         return replace(self, stages=tuple(table.rows(mask) for table, mask in zip(self.stages, masks, strict=True)))

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from helpers.handmade import End, HandTransfer, allocate, random_transfers, raw_bytes, schedule_of
+from helpers.handmade import End, HandTransfer, allocate, other_end_of, random_transfers, raw_bytes, schedule_of
 from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.copies.cast_arithmetic import block_scales
 from mcore_reshard.kernels.cuda.cast_tiles import scale_blocks
-from mcore_reshard.planner.plan.schedule import Cast, LocalTensor, OtherEnd, Schedule
+from mcore_reshard.planner.plan.schedule import Cast, LocalTensor, OtherEnd, OtherEndView, Schedule
 
 E4M3 = "float8_e4m3fn"
 
@@ -116,8 +116,13 @@ def with_casts(schedule: Schedule, weights: Sequence[Weight] = WEIGHTS) -> Sched
     return replace(schedule, tensors=tensors, casts=tuple(casts), computed=tuple(computed))
 
 
-def pulls_with_casts(pulls: OtherEnd, weights: Sequence[Weight] = WEIGHTS) -> OtherEnd:
-    return replace(pulls, tensors=_with_stored_dtypes(pulls.tensors, weights))
+def pulls_with_casts(transfers: Sequence[HandTransfer], rank: int, weights: Sequence[Weight] = WEIGHTS) -> OtherEnd:
+    """The other ends of all that a generation rank receives, with the dtypes that weights have before the cast."""
+    pulls = other_end_of(transfers, rank)
+    scales = {weight.scales for weight in weights if weight.block != (0, 0)}
+    parameters = [*dict.fromkeys(transfer.parameter for transfer in transfers)]
+    computed = {parameters.index(transfer.parameter) for transfer in transfers if transfer.src.tensor in scales}
+    return replace(pulls, tensors=_with_stored_dtypes(pulls.tensors, weights), computed=frozenset(computed))
 
 
 def _with_stored_dtypes(tensors: Sequence[LocalTensor], weights: Sequence[Weight]) -> tuple[LocalTensor, ...]:
@@ -126,7 +131,8 @@ def _with_stored_dtypes(tensors: Sequence[LocalTensor], weights: Sequence[Weight
 
 
 def train_schedule(transfers: Sequence[HandTransfer], rank: int, worlds: tuple[int, int]) -> Schedule:
-    return with_casts(schedule_of(transfers, "train", rank, worlds))
+    schedule = with_casts(schedule_of(transfers, "train", rank, worlds))
+    return replace(schedule, view=OtherEndView(other_end_of(transfers, rank, "train")))
 
 
 def rank_schedule(transfers: Sequence[HandTransfer], number: int, worlds: tuple[int, int]) -> Schedule:

@@ -29,7 +29,8 @@ from mcore_reshard.kernels.copies.cast_arithmetic import block_scales
 from mcore_reshard.kernels.copies.casts import Casts
 from mcore_reshard.kernels.copies.cpu import run_copies
 from mcore_reshard.kernels.copies.executed import executed_digests
-from mcore_reshard.kernels.cuda.exported import Allocation
+from mcore_reshard.kernels.cuda.exported import Allocation, Export
+from mcore_reshard.kernels.errors import TransportUnavailable
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
 from mcore_reshard.kernels.transports import registry
@@ -53,6 +54,13 @@ class OneAddressSpace(FakeMemory):
     def open_memory(self, allocation: Allocation, device: torch.device, owner: str) -> int:
         self.open[allocation.address] = allocation
         return allocation.address
+
+
+class UnmappedMemory(OneAddressSpace):
+    """Memory that other processes cannot map."""
+
+    def export(self, tensors: Tensors) -> Export:
+        raise TransportUnavailable("virtual memory")
 
 
 class CpuCopies:
@@ -90,6 +98,10 @@ class CpuGather:
         self._bases = [np.frombuffer(each, np.uint8) for each in memory]  # none is larger
 
     def launch(self, stream: Any) -> None:
+        self.launch_scales(stream)
+        self.launch_copies(stream)
+
+    def launch_scales(self, stream: Any) -> None:
         for index in self._computes:
             cast = self._casts[index]
             if cast.scales is None:
@@ -98,6 +110,8 @@ class CpuGather:
             weight = torch.from_numpy(self._bases[index][:nbytes]).view(torch.bfloat16).reshape(-1, *cast.form.matrix)
             scales = torch.cat([block_scales(each, cast.form.block).reshape(-1) for each in weight])
             self._bases[cast.scales][: 4 * len(scales)] = scales.numpy().view(np.uint8)
+
+    def launch_copies(self, stream: Any) -> None:
         run_copies(self._copies, self._bases, self._casts)
 
     def problems(self, *_: Any) -> list[str]:
@@ -176,11 +190,21 @@ def of_all_ranks(plan: Plan) -> list[Tensors]:
 
 
 def refit(
-    number: int, address: str, plan: Plan, held: list[Tensors], waves: int, *, by_pair: bool, early: bool = False
+    number: int,
+    address: str,
+    plan: Plan,
+    held: list[Tensors],
+    waves: int,
+    *,
+    by_pair: bool = False,
+    early: bool = False,
+    sleeps: bool = False,
+    checksums: bool = False,
 ) -> tuple[str, str, dict[str, str], dict[str, int]]:
     """Rank `number` refits: (executor, end of it, digests of what it executes, wrong elements by parameter).
 
     With `by_pair` pairs in MCORE_RESHARD_UNREACHABLE go by a stand-in for nccl. `early`: replicas push all in the first wave.
+    `sleeps`: the engine's memory is such that nobody else can map it.
     """
     for name in ("cuda", "cuda.bindings", "cuda.core"):  # of this process alone, as all that follows
         sys.modules[name] = MagicMock()
@@ -188,7 +212,7 @@ def refit(
     torch.cuda.device = lambda device: nullcontext()  # type: ignore[assignment, misc]
     torch.cuda.current_device, torch.cuda.get_device_properties = lambda: 0, MagicMock()  # type: ignore[assignment]
     torch.cuda.current_stream = lambda device=None: Stream()  # type: ignore[assignment, misc]
-    from mcore_reshard.kernels.transports.direct import ends, pull, replica, slots
+    from mcore_reshard.kernels.transports.direct import ends, pull, pushes, replica, slots
 
     pull.DeviceCopies, ends.is_plain = CpuCopies, lambda tensor: True  # type: ignore[misc, assignment]
     replica.waves_for = lambda nbytes: waves
@@ -200,11 +224,12 @@ def refit(
     schedule = schedule_of(plan, world, rank)  # type: ignore[arg-type]
     tensors = dict(held[number])
     slab = Slab(tensors.pop(SLAB, torch.empty(0, dtype=torch.uint8)))
-    memory = OneAddressSpace()
-    slots.torch, slots.DeviceGather, slots.export = slab, CpuGather, memory.export  # type: ignore[attr-defined, misc, assignment]
+    memory = UnmappedMemory() if sleeps and world == "gen" else OneAddressSpace()
+    slots.DeviceGather = pushes.DeviceGather = CpuGather  # type: ignore[misc, assignment]
+    slots.torch, slots.export = slab, memory.export  # type: ignore[attr-defined, misc, assignment]
     binding.torch = slab  # type: ignore[assignment]  # scales that casts compute
     bound = binding.bind(schedule, tensors)
-    store, options = store_of(address), Options(timeout_s=20.0, scratch_bytes=SCRATCH_BYTES)
+    store, options = store_of(address), Options(timeout_s=20.0, scratch_bytes=SCRATCH_BYTES, checksums=checksums)
     group = GlooGroup(store.under("group"), number, group_names(schedule), timeout_s=options.timeout_s)
     context = TransportContext(store.under("link"), group, bound, options, Kept(memory=memory))
     connect = registry._connect_whole
@@ -226,8 +251,15 @@ def refit(
         store.set(f"read/{version}/{number}", "")
         store.wait([f"read/{version}/{other}" for other in range(len(held))])
     digests = executed_digests([(context.bound, executor.executed)])
-    end = type(getattr(executor, "_end", executor)).__name__
+    end = _described(getattr(executor, "_end", executor))
     name = executor.name
     executor.close()
     group.close()
     return name, end, digests, wrong
+
+
+def _described(end: Any) -> str:
+    name = type(end).__name__
+    if name == "Source" and end._pushes is not None:
+        return "Source that pushes"
+    return "Reader that is written" if name == "Reader" and end._target is not None else name

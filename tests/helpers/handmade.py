@@ -101,34 +101,21 @@ def schedule_of(
     )
 
 
-def other_end_of(transfers: Sequence[HandTransfer], rank: int, *, digest: str = "d1") -> OtherEnd:
-    """The sources of all that generation rank `rank` receives, in the order of its schedule."""
+def other_end_of(transfers: Sequence[HandTransfer], rank: int, world: World = "gen", *, digest: str = "d1") -> OtherEnd:
+    """The other ends of all that a rank receives, or sends, in the order of its schedule."""
     names = list(dict.fromkeys(transfer.parameter for transfer in transfers))
     tensors: dict[LocalTensor, int] = {}
-    strided_boxes: dict[StridedBox, int] = {}
+    boxes: dict[StridedBox, int] = {}
     rows: dict[int, list[tuple[int, ...]]] = {stage: [] for stage in sorted({transfer.stage for transfer in transfers})}
     for transfer in transfers:
-        if transfer.dst.rank == rank:
-            tensor = tensors.setdefault(
-                LocalTensor(transfer.src.tensor, transfer.src.shape, transfer.dtype), len(tensors)
-            )
-            strided_box = strided_boxes.setdefault(
-                StridedBox(transfer.extents, transfer.src.strides), len(strided_boxes)
-            )
+        own, other = (transfer.src, transfer.dst) if world == "train" else (transfer.dst, transfer.src)
+        if own.rank == rank:
+            tensor = tensors.setdefault(LocalTensor(other.tensor, other.shape, transfer.dtype), len(tensors))
+            box = boxes.setdefault(StridedBox(transfer.extents, other.strides), len(boxes))
             nbytes = prod(transfer.extents) * getattr(torch, transfer.dtype).itemsize
-            rows[transfer.stage].append(
-                (
-                    transfer.src.rank,
-                    tensor,
-                    strided_box,
-                    transfer.src.offset,
-                    nbytes,
-                    names.index(transfer.parameter),
-                    0,
-                    0,
-                )
-            )
-    return OtherEnd(rank, digest, tuple(tensors), tuple(strided_boxes), tuple(map(table, rows.values())))
+            parameter = names.index(transfer.parameter)
+            rows[transfer.stage].append((other.rank, tensor, box, other.offset, nbytes, parameter, 0, 0))
+    return OtherEnd(rank, digest, tuple(tensors), tuple(boxes), tuple(map(table, rows.values())))
 
 
 def table(rows: Sequence[tuple[int, ...]]) -> TransferTable:

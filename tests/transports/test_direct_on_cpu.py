@@ -21,36 +21,52 @@ SOME_CAST = Case(
     "tiny-qwen3", "tp=2", "tp=1,dp=4", dtypes=("bf16", "fp8"), block=(8, 8), kept=("model.layers.1.mlp.down_proj",)
 )
 PIPELINED_CAST = Case("tiny-qwen3-moe", "pp=2", "tp=1", dtypes=("bf16", "fp8"), block=(8, 16))
+CAST_TO_TWO = Case("tiny-qwen3-moe", "tp=2,ep=2", "tp=2", dtypes=("bf16", "fp8"), block=(8, 16))
+NARROWED = Case("tiny-qwen3", "tp=2", "tp=1", dtypes=("fp32", "bf16"))
 ON_ONE_HOST = Case("tiny-qwen3", "tp=1", "dp=4", machine="h200-8,gpus=8", hosts="train=a*1,gen=a*4@1")
 THREE_HOPS = Case("tiny-qwen3", "tp=2", "tp=1,dp=4", machine="h200-8,gpus=2")
 
 
-def refitted(case: Case, unreachable: str | None = None, waves: int = 5) -> tuple[list[str], list[str]]:
+def refitted(case: Case, unreachable: str | None = None, waves: int = 5, **how: bool) -> tuple[list[str], list[str]]:
     """(executors, ends) of all ranks after refits without a wrong byte, of which both ends of each pair agree."""
     plan = case.plan()
     held = direct_on_cpu.of_all_ranks(plan)
     by_pair = unreachable is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(UNREACHABLE_VARIABLE, unreachable or "")
-        told: Any = values(run_ranks(len(held), one_rank, plan, held, waves, by_pair, timeout_s=60.0))
+        told: Any = values(
+            run_ranks(len(held), one_rank, plan, held, waves, {"by_pair": by_pair, **how}, timeout_s=60.0)
+        )
     assert [wrong for *_, wrong in told] == [{}] * len(held)
     digests = {f"{number}": of_rank for number, (_, _, of_rank, _) in enumerate(told)}
     assert sum(map(len, digests.values())) and first_difference(digests) is None
     return [name for name, *_ in told], [end for _, end, *_ in told]
 
 
-def one_rank(number: int, address: str, plan: Any, held: Any, waves: int, by_pair: bool, early: bool = False) -> Any:
-    return direct_on_cpu.refit(number, address, plan, held, waves, by_pair=by_pair, early=early)
+def one_rank(number: int, address: str, plan: Any, held: Any, waves: int, how: dict[str, bool]) -> Any:
+    return direct_on_cpu.refit(number, address, plan, held, waves, **how)
 
 
 def test_what_is_pushed_before_it_has_landed_is_found() -> None:
     plan = ONE_TO_THREE.plan()
-    told: Any = values(run_ranks(4, one_rank, plan, direct_on_cpu.of_all_ranks(plan), 5, False, True, timeout_s=60.0))
+    held = direct_on_cpu.of_all_ranks(plan)
+    told: Any = values(run_ranks(4, one_rank, plan, held, 5, {"early": True}, timeout_s=60.0))
     assert all(wrong for *_, wrong in told[1:])
 
 
 def test_readers_pull() -> None:
     assert refitted(MOE) == (["direct"] * 4, ["Source"] * 2 + ["Reader"] * 2)
+
+
+@pytest.mark.parametrize("case", [PIPELINED_CAST, CAST_TO_TWO, NARROWED], ids=str)
+def test_a_trainer_pushes_what_it_casts(case: Case) -> None:
+    plan = case.plan()
+    assert refitted(case)[1] == ["Source that pushes"] * plan.train.world + ["Reader that is written"] * plan.gen.world
+
+
+@pytest.mark.parametrize("how", ["sleeps", "checksums"])
+def test_a_reader_whose_memory_cannot_be_mapped_or_who_sums_bytes_pulls_what_is_cast_through_slots(how: str) -> None:
+    assert refitted(CAST_TO_TWO, **{how: True})[1] == ["Source"] * 2 + ["Reader"] * 2
 
 
 @pytest.mark.parametrize("waves", [1, 5, 64])

@@ -21,6 +21,7 @@ from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.planner.plan.plan import Plan
 
 REFITS = 3
+WAVES = 3
 PROJECTIONS = [
     *(f"self_attn.{projection}_proj" for projection in "qkvo"),
     *(f"mlp.{projection}_proj" for projection in ("gate", "up", "down")),
@@ -67,7 +68,7 @@ def end_of(kind: Any, signals: Any, **parts: Any) -> Any:
         *("settling", "settled", "casting", "reading", "pulling", "pushing", "stream", "copies", "pulled", "pushed"),
         *("table", "mappings"),
     )
-    stand_in = MagicMock(__len__=lambda _: 3)  # of waves
+    stand_in = MagicMock(__len__=lambda _: WAVES)
     parts = dict.fromkeys(nothing, stand_in) | {"signals": signals, "device": None, "bound": MagicMock()} | parts
     vars(end).update({f"_{name}": part for name, part in parts.items()})
     return end
@@ -76,10 +77,9 @@ def end_of(kind: Any, signals: Any, **parts: Any) -> Any:
 def replica_of(reader: Any, view: Any) -> Any:
     """The end of a replica that pushes, around that of a reader."""
     from mcore_reshard.kernels.transports.base import connect_together
-    from mcore_reshard.kernels.transports.direct import pushes, replica
+    from mcore_reshard.kernels.transports.direct import replica
     from mcore_reshard.kernels.transports.direct.peer_signals import PeerSignals
 
-    pushes.check_sums = lambda *_: None
     (relay,) = view.relays()
     store = reader._signals.store.under("replicas")
     bounds: list[Any] = [
@@ -87,37 +87,56 @@ def replica_of(reader: Any, view: Any) -> Any:
     ]
     signals = connect_together([partial(PeerSignals, store, bound, 10.0) for bound in bounds], None)
     end = replica.Replica.__new__(replica.Replica)
-    end._reader, end.bound = reader, (reader._bound, *bounds)
-    end._pushes = end_of(pushes.Pushes, signals[0], queued=0)
+    end._reader, end.bound, end._signals = reader, (reader._bound, *bounds), signals
+    end._pushes = pushes_of(signals[0], relay.sends.peers)
     end._admits = False
-    end._target = end_of(pushes.Target, signals[1], awaited=None)
+    end._target = target_of(signals[1], relay.receives.peers)
     return end
 
 
-def end_and_signals(number: int, address: str, plan: Plan) -> tuple[Any, Any]:
-    """(the signals of rank `number`, training ranks first, its end)."""
+def pushes_of(signals: Any, peers: Any, waves: int = WAVES) -> Any:
+    from mcore_reshard.kernels.transports.direct import pushes
+
+    end = end_of(pushes.Pushes, signals, queued=0, copies=MagicMock(__len__=lambda _: waves))
+    end.peers = peers
+    return end
+
+
+def target_of(signals: Any, peers: Any) -> Any:
+    from mcore_reshard.kernels.transports.direct import pushes
+
+    return end_of(pushes.Target, signals, awaited=None, peers=peers)
+
+
+def end_and_signals(number: int, address: str, plan: Plan, sleeping: frozenset[int] = frozenset()) -> tuple[Any, Any]:
+    """(the signals of rank `number`, training ranks first, its end). Nobody can map the memory of `sleeping` readers."""
     for name in ("cuda", "cuda.bindings", "cuda.core"):  # of this process alone
         sys.modules[name] = MagicMock()
-    from mcore_reshard.kernels.transports.direct import ends
+    from mcore_reshard.kernels.transports.direct import ends, pushes
     from mcore_reshard.kernels.transports.direct.peer_signals import PeerSignals
     from mcore_reshard.kernels.transports.direct.staging import parted
 
     torch.cuda.current_stream = torch.cuda.Stream = MagicMock()
-    ends.check_sums = lambda *_: None
+    ends.check_sums = pushes.check_sums = lambda *_: None
     world, rank = ("train", number) if number < plan.train.world else ("gen", number - plan.train.world)
     schedule = schedule_of(plan, world, rank)  # type: ignore[arg-type]
     bound: Any = SimpleNamespace(schedule=schedule, rank_name=schedule.name, nbytes=1)
     signals = PeerSignals(store_of(address).under("direct"), bound, 10.0)
-    slots = Slots(signals, set(parted(schedule)[1].peers), sends=world == "train")
+    cast, passes_on = parted(schedule)[1].peers, world == "gen" and schedule.relayed
+    written = cast - sleeping if world == "train" else frozenset() if rank in sleeping else cast
+    if schedule.later_hops:
+        written = frozenset()
+    slots = Slots(signals, {*cast - written}, sends=world == "train")
     kind: Any = ends.Source if world == "train" else ends.Reader
     end = end_of(kind, signals, not_done=None, read={}, slots=slots, bound=bound)
-    passes_on = world == "gen" and schedule.relayed
+    end._pushes = pushes_of(signals, written, waves=1) if written else None
+    end._target = target_of(signals, written) if written else None
     return signals, replica_of(end, schedule.view) if passes_on else end
 
 
-def refit(number: int, address: str, plan: Plan) -> int:
+def refit(number: int, address: str, plan: Plan, sleeping: frozenset[int] = frozenset()) -> int:
     """Returns how many refits rank `number` has run."""
-    signals, end = end_and_signals(number, address, plan)
+    signals, end = end_and_signals(number, address, plan, sleeping)
     for run in range(1, REFITS + 1):
         end.run(run)
     if number < plan.train.world:
@@ -134,6 +153,15 @@ def test_no_rank_waits_for_ever(case: Case) -> None:
     plan = case.plan()
     ranks = plan.train.world + plan.gen.world
     assert values(run_ranks(ranks, refit, plan, timeout_s=60.0)) == [REFITS] * ranks
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sleeping", [{0}, {0, 1, 2, 3}], ids=["one engine rank", "the engine"])
+@pytest.mark.parametrize("case", CASTS, ids=lambda case: f"{case}"[:80])
+def test_no_rank_waits_for_ever_where_nobody_can_map_the_memory_of(sleeping: set[int], case: Case) -> None:
+    plan = case.plan()
+    ranks = plan.train.world + plan.gen.world
+    assert values(run_ranks(ranks, refit, plan, frozenset(sleeping), timeout_s=60.0)) == [REFITS] * ranks
 
 
 WRITES_S = 2.0
@@ -237,7 +265,7 @@ def last_signal(number: int, address: str, plan: Plan) -> str:
         return "left"
     with pytest.raises(PeerLostError):  # until gloo has noticed
         for _ in range(1000):
-            signals._group.recv(torch.empty(16, dtype=torch.uint8), 0, signals.peers[0])
+            signals._group.recv(torch.empty(24, dtype=torch.uint8), 0, signals.peers[0])
             time.sleep(0.01)
     signals.hear(1, Signal.CAST)
     signals.tell_last(1, Signal.DONE)  # no error: everything is here

@@ -45,6 +45,7 @@ def reader(heard: int, launched: list[int]) -> Any:
     made._signals = of_casts._signals = Signals(heard)
     made._stream = of_casts._stream = stream
     made._slots, made._copies = of_casts, copies
+    made._target = None
     made._bound, made._device = SimpleNamespace(nbytes=NBYTES), torch.device("cpu")
     return made
 

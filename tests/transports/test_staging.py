@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from bench.workloads import WORKLOADS, case_of
 from helpers.casting import expected_bytes, pulls_with_casts, train_schedule, trainer_tensors, transfers_with_casts
-from helpers.handmade import HandTransfer, allocate, other_end_of, raw_bytes, schedule_of
+from helpers.handmade import HandTransfer, allocate, raw_bytes, schedule_of
 
 from mcore_reshard.kernels.copies.bind import bind
 from mcore_reshard.kernels.copies.buckets import cut_buckets
@@ -30,7 +30,7 @@ from mcore_reshard.planner.plan.schedule import OtherEndView, Schedule
 
 def gen_schedule(transfers: list[HandTransfer], rank: int, worlds: tuple[int, int]) -> Schedule:
     schedule = schedule_of(transfers, "gen", rank, worlds)
-    return replace(schedule, view=OtherEndView(pulls_with_casts(other_end_of(transfers, rank))))
+    return replace(schedule, view=OtherEndView(pulls_with_casts(transfers, rank)))
 
 
 @pytest.mark.parametrize("scratch_bytes", [pytest.param(200, marks=pytest.mark.slow), 2_000, 20_000, 1 << 20])

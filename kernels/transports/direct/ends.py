@@ -5,12 +5,17 @@ Each pair of ranks orders its reads by signals of 16 bytes, over CPU connections
     source    READY: all that it had queued is done                        returns when the events have happened
     reader                                           launches its kernel, records its event, STARTED          DONE
 
-A source that casts is READY for its readers once all casts are queued, since events make their GPUs wait; when they are done
-it says CAST. A reader on the GPU of one waits for that before its last pull. So no reader reads a source before it is ready,
-and the source may be overwritten as soon as its `run` returns. The source waits for DONE only if a pull takes long: when a
-reader dies its connection closes, but its event never happens.
+So no reader reads a source before it is ready, and the source may be overwritten as soon as its `run` returns. The source
+waits for DONE only if a pull takes long: when a reader dies its connection closes, but its event never happens.
 
-Weights that are cast on the way go first, through slots at their source: see `staging` and `slots`.
+Weights that are cast on the way, and their scales, are written by the source, while everything else is pulled (see `pushes`):
+
+    source    READY, casts into the reader's memory    DONE
+    reader    READY: it may be written
+
+Through slots at the source (see `staging` and `slots`) go those of a reader whose memory others cannot map, or who passes
+them on as they land, or sums what it reads. They go first. The source is READY for it once all casts are queued, since events
+make its GPU wait; when they are done it says CAST. A reader on the GPU of a source waits for that before its last pull.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule
@@ -29,8 +35,9 @@ from mcore_reshard.kernels.copies.read_back import Executed
 from mcore_reshard.kernels.copies.tensors import gpu_of
 from mcore_reshard.kernels.cuda.copy_kernel import KernelShape, own_gpu_shape
 from mcore_reshard.kernels.cuda.device_memory import is_plain
-from mcore_reshard.kernels.cuda.executed_tiles import PlacedCopies, tile_problems
+from mcore_reshard.kernels.cuda.executed_tiles import PlacedCopies
 from mcore_reshard.kernels.cuda.ipc import export_event, open_event, withdraw_event
+from mcore_reshard.kernels.errors import TransportUnavailable
 from mcore_reshard.kernels.rendezvous.polling import CLOSE_S, EventPoller
 from mcore_reshard.kernels.transports.kept import Kept
 from mcore_reshard.planner.plan.schedule import Schedule
@@ -38,10 +45,14 @@ from mcore_reshard.planner.plan.schedule import Schedule
 from .event_wait import EventWait
 from .peer_signals import PeerSignals, Signal
 from .pull import DirectOptions, Waves, check_sums, parameter_of, read_by_engine
+from .pushes import CastWave, Pushes, Target
 from .shared_memory import addresses_of, fetch_exports, share_memory
 from .slots import SlotReader, SlotSource
-from .staging import parted
+from .staging import parted, with_other_end
 from .waves import landing_waves, pushing_waves
+
+# Of the keys under which readers say whether sources write what they cast, and where.
+_WRITTEN, _CASTS = "written/", "casts/"
 
 
 class Source:
@@ -60,17 +71,32 @@ class Source:
         parse = partial(open_event, device=self._device)
         self._read = {peer: signals.fetch(peer, parse) for peer in signals.peers}  # happened: the last pull has ended
         plain, cast = parted(bound.schedule)
-        self._slots = SlotSource(bound, cast, signals, scratch_bytes)
+        written = {peer for peer in cast.peers if signals.fetch(peer, bool, prefix=_WRITTEN)}
+        self._slots = SlotSource(bound, cast.with_peers(cast.peers - written), signals, scratch_bytes)
+        plain, cast = parted(bound.schedule, written)
         problems = tuple(self._slots.problems)
-        self.executed = (Executed(bound, buckets=self._slots.buckets, exposed=plain, device_problems=problems),)
+        executed = Executed(bound, buckets=self._slots.buckets, exposed=plain, device_problems=problems)
+        self.executed: tuple[Executed, ...] = (executed,)
         self.bound = (bound,)
         self.scratch_bytes, self.table_bytes = self._slots.scratch_bytes, self._slots.table_bytes
+        self._pushes: Pushes | None = None
+        if written:
+            pushed = bound.rows(cast.with_peers(written))
+            self._pushes = Pushes(pushed, partial(CastWave, pushed), signals, kept, prefix=_CASTS)
+            self.executed += self._pushes.executed
+            self.table_bytes += self._pushes.table_bytes
 
     def run(self, run: int) -> None:
         self._hear_done()  # of the run before: it came long ago
         readers = self._slots.readers  # their GPUs wait for this one's casts
+        settled = torch.cuda.current_stream(self._device).record_event()
+        if self._pushes is not None:  # whom it writes waits for nobody else
+            self._pushes.prepare(settled)
+            self._settling.wait(dict.fromkeys(self._pushes.peers, settled))  # so that what is queued now runs at once
+            self._pushes.begin(run)
+            self._pushes.launch(settled)
         if others := self._signals.peers.keys() - readers:  # first: a replica that is cast for may wait for one of them
-            self._settling.wait(dict.fromkeys(others, torch.cuda.current_stream(self._device).record_event()))
+            self._settling.wait(dict.fromkeys(others, settled))
             self._signals.tell(run, Signal.READY, others)
         if self._slots.stream is not None:
             self._slots.rounds(run)
@@ -78,6 +104,9 @@ class Source:
             self._signals.tell(run, Signal.READY, readers)
             self._casting.wait(dict.fromkeys(readers, self._slots.stream.record_event()), self._slots.began)
             self._signals.tell(run, Signal.CAST, readers)
+        if self._pushes is not None:
+            self._pushes.end()
+            self._signals.tell(run, Signal.DONE, self._pushes.peers)
         self._signals.hear(run, Signal.STARTED)
         self._not_done = run
         self._reading.wait(self._read, self._slots.began, when_late=self._hear_done)
@@ -86,6 +115,11 @@ class Source:
         run, self._not_done = self._not_done, None
         if run is not None:
             self._signals.hear(run, Signal.DONE)
+
+    def end_writes(self) -> None:
+        """After a failure: returns once this rank writes no more."""
+        if self._pushes is not None:
+            self._pushes.close()
 
     def close(self) -> None:
         self._read.clear()
@@ -111,9 +145,11 @@ class Reader:
         waves: int = 1,
         ctas: int | None = None,
     ) -> None:
-        schedule = bound.schedule
+        schedule = with_other_end(bound.schedule)
         plain, cast = parted(schedule)
-        assert plain.view is not None
+        is_written = bool(cast.peers) and _may_be_written(bound, cast, options, kept)
+        if is_written:
+            plain, cast = parted(schedule, cast.peers)
         self._bound = bound
         self._signals = signals
         self._pulling = EventWait(signals, "the pull")
@@ -127,10 +163,15 @@ class Reader:
         self._mappings, self._slot_mappings = kept.mappings(device), kept.mappings(device, stay=False)
         if not all(map(is_plain, bound.tensors)):  # in virtual memory a row may go through several allocations
             options = replace(options, engine_share=0.0)
+        signals.publish(is_written, prefix=_WRITTEN)
+        self._target: Target | None = None
         try:
+            if is_written:
+                self._target = Target(bound.rows(cast), signals, kept, prefix=_CASTS)
+                cast = cast.with_peers(())
             slots = bound, cast, signals, self._slot_mappings, self._stream, engine_stream, options, ctas
             self._slots = SlotReader(*slots)
-            exports = fetch_exports(signals, kept)
+            exports = fetch_exports(signals, kept, signals.peers)
             addresses = addresses_of(self._table, bound, exports, self._mappings)
             gpus = {rank: {block.gpu for block in exported.allocations} for rank, exported in exports.items()}
             sources = {gpu for of_rank in gpus.values() for gpu in of_rank}
@@ -154,11 +195,13 @@ class Reader:
             self._slot_mappings.close()
             raise
         self.table_bytes = self._copies.nbytes + self._slots.table_bytes
-        name_of = partial(parameter_of, bound, self._table)
-        problems = tile_problems(self._copies.read_back(), PlacedCopies.of(self._table.copies, addresses), name_of)
-        problems += self._slots.problems
+        placed, name_of = PlacedCopies.of(self._table.copies, addresses), partial(parameter_of, bound, self._table)
+        problems = self._copies.problems(placed, name_of) + self._slots.problems
         executed = Executed(bound, buckets=self._slots.buckets, reaches=self._table, device_problems=tuple(problems))
-        self.executed, self.bound = (executed,), (bound,)
+        self.executed: tuple[Executed, ...] = (executed,)
+        self.bound = (bound,)
+        if self._target is not None:
+            self.executed += self._target.executed
 
     @property
     def waves(self) -> int:
@@ -174,9 +217,13 @@ class Reader:
         self.end(run)
 
     def begin(self, run: int, after_round: Callable[[torch.cuda.Event], None] | None = None) -> None:
-        """Pull what is cast, round by round. Returns when everything else may be pulled."""
+        """Let sources write what they cast, or pull it round by round. Returns when everything else may be pulled."""
         self.written_bytes = 0
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        if self._target is not None:
+            self._target.settle()
+            self._note_writes()
+            self._target.admit(run)
         self._slots.rounds(run, self._note_writes, after_round)
         self._signals.hear(run, Signal.READY)
         if self._slots.shares_gpu:  # a pull that waits on the GPU takes turns there from those who cast
@@ -199,9 +246,16 @@ class Reader:
         if not self._slots.shares_gpu:  # heard only now; a source that has died is named at once
             self._signals.hear(run, Signal.CAST, self._slots.sources)
         self._pulling.wait(dict.fromkeys(self._signals.peers, self._pulled), self._began)
+        if self._target is not None:
+            self._target.end(run)
         self._signals.tell_last(run, Signal.DONE)
-        check_sums(self._bound, self._table, self._copies, self._signals)
+        check_sums(self._bound, self._table, self._copies.damaged(), self._signals)
         self._slots.check_sums()
+
+    def end_writes(self) -> None:
+        """After a failure: returns once this rank is written no more."""
+        if self._target is not None:
+            self._target.close()
 
     def close(self) -> None:
         """Unmap the sources. A source that died while it cast leaves a wait on the GPU: its memory then stays mapped."""
@@ -213,3 +267,20 @@ class Reader:
 
     def _note_writes(self) -> None:
         self.written_bytes = self._bound.nbytes
+
+
+def _may_be_written(bound: BoundSchedule, cast: Schedule, options: DirectOptions, kept: Kept) -> bool:
+    """Whether training ranks can write what they cast straight into a rank's memory.
+
+    Not where it passes on what lands, which it would not notice; nor where it sums what it reads. vLLM's sleep mode, for
+    one, has the weights in memory that no other process can map. A cast moves rows: their elements must lie together here.
+    """
+    used = {int(box) for table in cast.tables for box in np.unique(table.strided_box)}
+    has_rows = all(cast.strided_boxes[box].strides[-1:] in ((), (1,)) for box in used)
+    if cast.relayed or options.checksums or not has_rows:
+        return False
+    try:
+        kept.export(bound.by_name)
+    except TransportUnavailable:
+        return False
+    return True

@@ -9,6 +9,7 @@ The signals by which both ends keep order: see `ends`. Replicas that pass on wha
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.copies.read_back import Executed
@@ -102,7 +103,9 @@ class DirectExecutor:
     def close(self) -> None:
         """Unmap the sources and end the connections: peers that wait get `PeerLostError`. May be called twice."""
         self._closed = True
-        self._signals.close()
-        self._end.close()
-        if self._own_kept is not None:
-            self._own_kept.close()
+        with ExitStack() as closing:  # the last one first
+            if self._own_kept is not None:
+                closing.callback(self._own_kept.close)
+            closing.callback(self._end.close)
+            closing.callback(self._signals.close)
+            closing.callback(self._end.end_writes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from enum import IntEnum
@@ -21,13 +22,15 @@ from mcore_reshard.kernels.transports.group_ranks import group_names, peer_group
 
 T = TypeVar("T")
 
-_MESSAGE = struct.Struct("<qq")  # run, signal
+_MESSAGE = struct.Struct("<qqq")  # run, signal, when it was sent by the clock of the host (`time.monotonic_ns`)
 
 
 class Signal(IntEnum):
     """A message to a peer. Numbers from 0 mean that this round of casts may be read, or has been queued."""
 
-    READY = -1  # a source, and who is written: all that it has queued is done; of casts, that all are queued
+    READY = (
+        -1
+    )  # a source, and who is written: all that it has queued is done; of casts through slots, that all are queued
     STARTED = -2  # a reader: its pull is queued, and the event after it recorded
     DONE = -3  # a reader: its pull has ended; who pushes: everything is written
     CAST = -4  # a source that casts: all casts are done
@@ -76,25 +79,31 @@ class PeerSignals:
                 self._unawaited[peer] = self._send(run, signal, peer)
 
     def _send(self, run: int, signal: int, peer: int) -> GlooMessage:
-        content = torch.frombuffer(bytearray(_MESSAGE.pack(run, signal)), dtype=torch.uint8)
+        content = torch.frombuffer(bytearray(_MESSAGE.pack(run, signal, time.monotonic_ns())), dtype=torch.uint8)
         return self._group.send(content, peer_group_rank(self._bound.schedule, peer), self.peers[peer])
 
     def hear(
         self, run: int, signal: int, peers: Collection[int] | None = None, *, timeout_s: float | None = None
-    ) -> None:
-        """Wait until `peers`, by default all, have sent `signal`; with `timeout_s`, no longer than that for each."""
+    ) -> dict[int, float]:
+        """Wait until `peers`, by default all, have sent `signal`; with `timeout_s`, no longer than that for each.
+
+        Returns how many seconds ago each has sent it.
+        """
         if peers is None:
             peers = self.peers
+        sent = {}
         for peer in peers:
             buffer, message = self._posted[peer]
             if isinstance(message, PeerLostError):
                 raise message
             message.wait(timeout_s)
-            if (heard := _MESSAGE.unpack(buffer.numpy().tobytes())) != (run, signal):
-                raise TransferError(self.peers[peer], f"(run, signal) {heard} came in place of {(run, int(signal))}")
+            *heard, sent[peer] = _MESSAGE.unpack(buffer.numpy().tobytes())
+            if heard != [run, signal]:
+                raise TransferError(self.peers[peer], f"[run, signal] {heard} came in place of {[run, int(signal)]}")
             if (last := self._unawaited.pop(peer, None)) is not None:  # it has come
                 last.drop()
         self._listen(peers)
+        return {peer: (time.monotonic_ns() - sent_ns) / 1e9 for peer, sent_ns in sent.items()}
 
     def close(self) -> None:
         self._posted.clear()

@@ -21,6 +21,7 @@ from mcore_reshard.kernels.copies.tensors import gpu_of
 from mcore_reshard.kernels.cuda.copy_engine import EngineCopies, is_available
 from mcore_reshard.kernels.cuda.copy_kernel import DeviceCopies, KernelShape
 from mcore_reshard.kernels.cuda.engine_rows import ENGINE_SHARE, divided
+from mcore_reshard.kernels.cuda.executed_tiles import NameOf, PlacedCopies, tile_problems
 from mcore_reshard.kernels.cuda.tiles import DEFAULT_TILE_BYTES, interleaved
 from mcore_reshard.kernels.errors import ChecksumError
 from mcore_reshard.planner.plan.schedule import Schedule
@@ -123,6 +124,9 @@ class Waves:
     def __len__(self) -> int:
         return len(self._pulls)
 
+    def prepare(self, stream: torch.cuda.Stream) -> None:
+        """Queue what may happen before others may be written: nothing."""
+
     def launch(self, wave: int, stream: torch.cuda.Stream) -> None:
         """Queue a wave on `stream`. Does not wait."""
         self._pulls[wave].launch(stream)
@@ -134,6 +138,10 @@ class Waves:
             tiles["copy"] = copies[tiles["copy"]]
         return np.concatenate(tables)
 
+    def problems(self, placed: PlacedCopies, name_of: NameOf) -> list[str]:
+        """How what the device and the driver are told differs from `placed`, the copies of the table."""
+        return tile_problems(self.read_back(), placed, name_of)
+
     def empty(self, stream: torch.cuda.Stream) -> None:
         """As `Pull.empty`, of all waves."""
         for pull in self._pulls:
@@ -144,9 +152,9 @@ class Waves:
         return np.concatenate([copies[pull.damaged()] for pull, copies in zip(self._pulls, self._copies, strict=True)])
 
 
-def check_sums(bound: BoundSchedule, table: PeerTable, copies: Waves, signals: PeerSignals) -> None:
-    """Raise `ChecksumError` for bytes that were written otherwise than read; all copies must have ended."""
-    for copy in copies.damaged().tolist():
+def check_sums(bound: BoundSchedule, table: PeerTable, damaged: Ints, signals: PeerSignals) -> None:
+    """Raise `ChecksumError` where copies of a table wrote other bytes than they read."""
+    for copy in damaged.tolist():
         stage = bound.stages[int(table.stage[copy])].pp_stage
         peer = signals.peers[int(table.peer[copy])]
         waiting = replace(peer, stage=stage, parameter=parameter_of(bound, table, copy))

@@ -9,70 +9,80 @@ A rank that fails ends its own pushes before it closes its connections, so that 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Set
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.copies.copy_table import Ints
-from mcore_reshard.kernels.copies.peer_table import peer_table
+from mcore_reshard.kernels.copies.peer_table import PeerTable, peer_table
 from mcore_reshard.kernels.copies.read_back import Executed
-from mcore_reshard.kernels.cuda.copy_kernel import KernelShape
-from mcore_reshard.kernels.cuda.executed_tiles import PlacedCopies, tile_problems
-from mcore_reshard.kernels.errors import TransferError
+from mcore_reshard.kernels.cuda.copy_kernel import DeviceGather, KernelShape
+from mcore_reshard.kernels.cuda.executed_tiles import NameOf, PlacedCopies
+from mcore_reshard.kernels.cuda.tiles import interleaved
+from mcore_reshard.kernels.errors import DeadlineError, TransferError
 from mcore_reshard.kernels.rendezvous.polling import CLOSE_S, EventPoller
-from mcore_reshard.kernels.rendezvous.store_keys import FailFastStore
 from mcore_reshard.kernels.transports.kept import Kept
 
 from .event_wait import EventWait
 from .peer_signals import PeerSignals, Signal
-from .pull import DirectOptions, Waves, check_sums, parameter_of
+from .pull import Waves, check_sums, parameter_of
 from .shared_memory import addresses_of, fetch_exports, share_memory
+from .staging import PUSHED_TILE_BYTES
 
 
 class Pushes:
-    """What a replica writes to others: its kernels, and the mappings that they write."""
+    """What a rank writes to others: its kernels, and the mappings that they write.
+
+    `copies_of` makes the copies of the table, whose bases are at these addresses. Ranks that are written have published
+    their memory under `prefix`.
+    """
 
     def __init__(
         self,
         bound: BoundSchedule,
-        wave: Ints,
-        ctas: int,
-        store: FailFastStore,
-        timeout_s: float,
-        options: DirectOptions,
+        copies_of: Callable[[PeerTable, NDArray[np.uint64], torch.device], Waves | CastWave],
+        signals: PeerSignals,
         kept: Kept,
+        *,
+        prefix: str = "",
     ) -> None:
         device = bound.device or torch.device("cuda", torch.cuda.current_device())
-        self._bound, self._device = bound, device
+        self._bound, self._device, self._signals = bound, device, signals
+        self.peers: Set[int] = bound.schedule.peers  # that it writes to
         self._table = peer_table(bound.schedule)
         self._stream, self._pushed = torch.cuda.Stream(device), torch.cuda.Event()
         self._mappings = kept.mappings(device)
-        self._signals = PeerSignals(store, bound, timeout_s)
-        self._pushing = EventWait(self._signals, "the push")
+        self._pushing = EventWait(signals, "the push")
         try:
-            addresses = addresses_of(self._table, bound, fetch_exports(self._signals, kept), self._mappings)
-            self._copies = Waves(
-                self._table, wave[self._table.transfer], addresses, device,
-                replace(options.shape or KernelShape(), ctas=ctas), options,
-                first=bound.schedule.rank, together=1,
-            )  # fmt: skip
+            exports = fetch_exports(signals, kept, self.peers, prefix=prefix)
+            addresses = addresses_of(self._table, bound, exports, self._mappings)
+            self._copies = copies_of(self._table, addresses, device)
         except BaseException:
             self._mappings.close()
-            self._signals.close()
             raise
         self._queued = 0  # waves, in the run under way
         self.table_bytes = self._copies.nbytes
         placed, name_of = PlacedCopies.of(self._table.copies, addresses), partial(parameter_of, bound, self._table)
-        problems = tile_problems(self._copies.read_back(), placed, name_of)
+        problems = self._copies.problems(placed, name_of)
         self.executed = (Executed(bound, reaches=self._table, device_problems=tuple(problems)),)
 
-    def begin(self, run: int) -> None:
-        """Wait until all who are written are ready."""
+    def prepare(self, settled: torch.cuda.Event) -> None:
+        """Queue what may happen before others may be written, once `settled` has happened: scales of casts."""
         self._queued = 0
-        self._signals.hear(run, Signal.READY)
+        self._stream.wait_event(settled)
+        self._copies.prepare(self._stream)
+
+    def begin(self, run: int) -> None:
+        """Wait until all who are written are ready. Raises `DeadlineError` where one has waited too long for the others."""
+        self._queued = 0
+        for peer, seconds in self._signals.hear(run, Signal.READY, self.peers).items():
+            if seconds > self._signals.timeout_s:  # it has given up, or is about to
+                raise DeadlineError(self._signals.peers[peer], f"it was ready {seconds:.0f} s ago, others are only now")
 
     def launch(self, landed: torch.cuda.Event) -> None:
         """Queue the next wave, which begins when it has `landed`."""
@@ -81,16 +91,15 @@ class Pushes:
             self._copies.launch(self._queued, self._stream)
         self._queued += 1
 
-    def end(self, run: int) -> None:
-        """Wait until all pushes have ended, and tell whom they went to."""
+    def end(self) -> None:
+        """Wait until all pushes have ended."""
         assert self._queued >= len(self._copies), "something was never pushed"
         self._pushed.record(self._stream)
-        self._pushing.wait(dict.fromkeys(self._signals.peers, self._pushed))
-        check_sums(self._bound, self._table, self._copies, self._signals)
-        self._signals.tell_last(run, Signal.DONE)
+        self._pushing.wait(dict.fromkeys(self.peers, self._pushed))
+        check_sums(self._bound, self._table, self._copies.damaged(), self._signals)
 
     def close(self) -> None:
-        """End all pushes, and only then the connections. What still waits for a cast copies nothing when that is done."""
+        """End all pushes. What still waits for a cast copies nothing when that is done."""
         is_used = True
         try:
             if not self._stream.query():  # a run has failed
@@ -99,24 +108,73 @@ class Pushes:
                 EventPoller(CLOSE_S).until(emptying.query)
             is_used = not EventPoller(CLOSE_S).until(self._stream.query)
         finally:  # also where the GPU is broken
-            self._signals.close()
             self._mappings.close(is_used=is_used)
 
 
-class Target:
-    """What other replicas write here."""
+# All of a GPU that casts into others' memory. Each of two H200s did so for two more at 370 GB/s with 528 CTAs, 369 with 264,
+# 352 with 198 and 326 with 88; with tiles of 128 KiB at 1% less. It made no difference that these pulled the rest meanwhile.
+_SHAPE = KernelShape(ctas=528, threads=256)
 
-    def __init__(self, bound: BoundSchedule, store: FailFastStore, timeout_s: float, kept: Kept) -> None:
+
+class CastWave:
+    """What a training rank casts straight into the memory of its readers, and the scales: one wave, and no scratch.
+
+    The GPU reads a block, casts it in registers, and writes it over NVLink, as fast as others would pull what was cast before.
+    """
+
+    def __init__(
+        self, bound: BoundSchedule, table: PeerTable, addresses: NDArray[np.uint64], device: torch.device
+    ) -> None:
+        # In turn to all readers, of which each begins at another source.
+        self._order = interleaved(table.peer.astype(np.int64), bound.schedule.rank, together=1)
+        copies = table.copies[self._order]
+        self._casts, self._own = bound.casts, [tensor.data_ptr() for tensor in bound.tensors]
+        self._gather = DeviceGather(
+            copies, addresses, bound.casts, device, _SHAPE, PUSHED_TILE_BYTES,
+            computes=sorted({*copies["src"].tolist()} & bound.casts.keys()),
+            elements=[tensor.numel() for tensor in bound.tensors],
+        )  # fmt: skip
+        self.nbytes = self._gather.nbytes
+
+    def __len__(self) -> int:
+        return 1
+
+    def prepare(self, stream: torch.cuda.Stream) -> None:
+        """Queue on `stream` what may happen before others may be written."""
+        self._gather.launch_scales(stream)
+
+    def launch(self, wave: int, stream: torch.cuda.Stream) -> None:
+        """Queue everything else on `stream`. Does not wait."""
+        assert wave == 0
+        self._gather.launch_copies(stream)
+
+    def problems(self, placed: PlacedCopies, name_of: NameOf) -> list[str]:
+        """How the tables on the device differ from `placed`, the copies of the table."""
+        placed, order = placed.only(self._order), self._order
+        return self._gather.problems(placed, self._casts, self._own, lambda copy: name_of(int(order[copy])))
+
+    def empty(self, stream: torch.cuda.Stream) -> None:
+        """Nothing: casts wait for nothing on the GPU, so they end soon."""
+
+    def damaged(self) -> Ints:
+        """None are summed."""
+        return np.zeros(0, np.int64)
+
+
+class Target:
+    """What others write here: replicas what has landed there, training ranks what they cast.
+
+    Memory is published under `prefix`.
+    """
+
+    def __init__(self, bound: BoundSchedule, signals: PeerSignals, kept: Kept, *, prefix: str = "") -> None:
         self._device = bound.device or torch.device("cuda", torch.cuda.current_device())
-        self._signals = PeerSignals(store, bound, timeout_s)
-        self._settling = EventWait(self._signals, "what was queued before the refit")
+        self._signals = signals
+        self._peers = bound.schedule.peers
+        self._settling = EventWait(signals, "what was queued before the refit")
         self._settled = torch.cuda.Event()
         self._awaited: int | None = None  # the run in which others may write here still
-        try:
-            share_memory(self._signals, kept, bound.by_name)
-        except BaseException:
-            self._signals.close()
-            raise
+        share_memory(signals, kept, bound.by_name, prefix=prefix)
         self.executed = (Executed(bound, exposed=bound.schedule),)
 
     def settle(self) -> None:
@@ -125,20 +183,22 @@ class Target:
 
     def admit(self, run: int) -> None:
         """Let others write here, once what was noted is done."""
-        self._settling.wait(dict.fromkeys(self._signals.peers, self._settled))
+        self._settling.wait(dict.fromkeys(self._peers, self._settled))
         self._awaited = run
-        self._signals.tell(run, Signal.READY)
+        self._signals.tell(run, Signal.READY, self._peers)
 
     def end(self, run: int) -> None:
         """Wait until others have written everything."""
-        self._signals.hear(run, Signal.DONE)
+        self._signals.hear(run, Signal.DONE, self._peers)
         self._awaited = None
 
     def close(self) -> None:
-        if self._awaited is not None:
-            deadline = time.monotonic() + CLOSE_S
-            for peer in self._signals.peers:  # each says that it is done, or closes the connection when it is
-                with suppress(TransferError):
-                    left_s = max(0.01, deadline - time.monotonic())
-                    self._signals.hear(self._awaited, Signal.DONE, [peer], timeout_s=left_s)
-        self._signals.close()
+        """Returns once this rank is written no more. After a failure it waits CLOSE_S at most."""
+        run, self._awaited = self._awaited, None
+        if run is None:
+            return
+        deadline = time.monotonic() + CLOSE_S
+        for peer in self._peers:  # each says that it is done, or closes the connection when it is
+            with suppress(TransferError):
+                left_s = max(0.01, deadline - time.monotonic())
+                self._signals.hear(run, Signal.DONE, [peer], timeout_s=left_s)

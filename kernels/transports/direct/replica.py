@@ -12,20 +12,23 @@ alone, 345 where replicas push.
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule
+from mcore_reshard.kernels.copies.peer_table import PeerTable
 from mcore_reshard.kernels.cuda.copy_kernel import KernelShape
 from mcore_reshard.kernels.rendezvous.store_keys import FailFastStore
 from mcore_reshard.kernels.transports.base import close_all, connect_together
 from mcore_reshard.kernels.transports.kept import Kept
 
 from .ends import Reader
-from .peer_signals import PeerSignals
-from .pull import DirectOptions
+from .peer_signals import PeerSignals, Signal
+from .pull import DirectOptions, Waves
 from .pushes import Pushes, Target
 from .waves import waves_for
 
@@ -49,11 +52,18 @@ class Replica:
             opened.callback(self._reader.close)
             pushing = self._reader.pushing_waves(relay.sends)
             store = FailFastStore("replicas", signals.store)
-            pushes = partial(Pushes, sends, pushing, ctas[1], store, signals.timeout_s, options, kept)
-            target = partial(Target, receives, store, signals.timeout_s, kept)
-            made: list[Any] = connect_together([pushes, target], bound.device)
-            self._pushes: Pushes = made[0]
-            self._target: Target = made[1]
+            self._signals: list[PeerSignals] = connect_together(
+                [partial(PeerSignals, store, end, signals.timeout_s) for end in (sends, receives)], bound.device
+            )
+            opened.callback(close_all, self._signals)
+
+            def copies_of(table: PeerTable, addresses: NDArray[np.uint64], device: torch.device) -> Waves:
+                shape = replace(options.shape or KernelShape(), ctas=ctas[1])
+                turn = {"first": bound.schedule.rank, "together": 1}
+                return Waves(table, pushing[table.transfer], addresses, device, shape, options, **turn)
+
+            self._target = Target(receives, self._signals[1], kept)  # first: others wait for its memory
+            self._pushes = Pushes(sends, copies_of, self._signals[0], kept)
             opened.pop_all()
         self.bound = (bound, sends, receives)
         self._admits = False  # whether others may write here in the run under way
@@ -77,7 +87,8 @@ class Replica:
                 landed.append(self._reader.launch(wave + 1))
             self._push(run, landed[wave])
         self._reader.end(run)
-        self._pushes.end(run)
+        self._pushes.end()
+        self._signals[0].tell_last(run, Signal.DONE)
         self._target.end(run)
 
     def _push(self, run: int, landed: torch.cuda.Event) -> None:
@@ -88,9 +99,13 @@ class Replica:
             self._pushes.begin(run)
         self._pushes.launch(landed)
 
+    def end_writes(self) -> None:
+        """None are among the trainer's: those among replicas end in `close`."""
+
     def close(self) -> None:
         """Returns once this rank writes no more, and is written no more. After a failure it waits CLOSE_S at most for either."""
-        close_all([self._reader, self._target, self._pushes])  # the last one first
+        sends, receives = self._signals
+        close_all([self._reader, receives, self._target, sends, self._pushes])  # the last one first
 
 
 def _divided(ctas: int, pulled: int, pushed: int) -> tuple[int, int]:

@@ -5,7 +5,7 @@ A rank publishes its export, and the export's digest. A peer that knows the dige
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import torch
@@ -21,18 +21,19 @@ from mcore_reshard.kernels.transports.kept import Kept, Mappings
 from .peer_signals import PeerSignals
 
 
-def share_memory(signals: PeerSignals, kept: Kept, tensors: Mapping[str, torch.Tensor]) -> None:
+def share_memory(signals: PeerSignals, kept: Kept, tensors: Mapping[str, torch.Tensor], *, prefix: str = "") -> None:
     """Export a rank's `tensors` to all its peers. Raises `TransportUnavailable` as `ipc.export` does."""
     own = kept.export(tensors)
     kept.publish(own, signals.rank_name, signals.store)
-    signals.publish(own.digest)
+    signals.publish(own.digest, prefix=prefix)
 
 
-def fetch_exports(signals: PeerSignals, kept: Kept) -> dict[int, Export]:
-    """The exports of all peers, by rank. Raises `SessionError` where a peer publishes none."""
+def fetch_exports(signals: PeerSignals, kept: Kept, peers: Collection[int], *, prefix: str = "") -> dict[int, Export]:
+    """The exports of `peers`, by rank. Raises `SessionError` where a peer publishes none."""
+    waiting = {peer: each for peer, each in signals.peers.items() if peer in peers}
     return {
-        peer: kept.export_of(waiting, signals.fetch(peer, str), signals.store, signals.timeout_s)
-        for peer, waiting in signals.peers.items()
+        peer: kept.export_of(each, signals.fetch(peer, str, prefix=prefix), signals.store, signals.timeout_s)
+        for peer, each in waiting.items()
     }
 
 

@@ -8,7 +8,7 @@ while earlier rounds are under way. So `rounds(run)` returns before the last byt
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -44,7 +44,7 @@ _CALM = KernelShape(ctas=88, threads=256)
 
 
 def _casting_shape(device: torch.device, *, shares_gpu: bool, first: bool) -> KernelShape:
-    """How a round is cast. Nobody reads during the first. Ranks of one GPU take turns on it, so each is to end soon."""
+    """How a round is cast. Readers wait for the first. Ranks of one GPU take turns on it, so each is to end soon."""
     is_hopper = torch.cuda.get_device_capability(device)[0] == 9  # of others it has not been measured
     return _CALM if is_hopper and not shares_gpu and not first else _FASTEST
 
@@ -107,7 +107,7 @@ class SlotSource:
         self.table_bytes = sum(each.gather.nbytes for each in self._rounds)
 
     @property
-    def readers(self) -> Collection[int]:
+    def readers(self) -> Set[int]:
         """Ranks that pull out of its slots."""
         return self._taken.keys()
 

@@ -12,8 +12,8 @@ the rest, since buckets depend on the transfers alone. A reader takes round k of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 from mcore_reshard.kernels.copies.buckets import Bucket, aligned, cut_buckets
 from mcore_reshard.kernels.errors import BindError, SessionError
 from mcore_reshard.kernels.transports.rounds import bucket_bytes_within
-from mcore_reshard.planner.plan.schedule import Schedule, TransferTable
+from mcore_reshard.planner.plan.schedule import OtherEndView, Schedule, TransferTable
 
 SLOTS = 2  # one is cast into while the other one is read
+PUSHED_TILE_BYTES = 256 << 10  # of what a source writes straight into its readers' memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +36,23 @@ class SlotPlan:
     places: Mapping[int, int]  # by reader: where its bucket begins in a slot
 
 
-def parted(schedule: Schedule) -> tuple[Schedule, Schedule]:
-    """(transfers that are pulled from where they lie, transfers that are cast and go through slots). Both ends agree.
+def with_other_end(schedule: Schedule) -> Schedule:
+    """A generation rank's schedule with its other end computed: filters of it need not do so again."""
+    if schedule.world == "train" or schedule.view is None:
+        return schedule
+    return replace(schedule, view=OtherEndView(schedule.view.other_end(), schedule.view))
 
-    Those that are cast come in the order of `_by_tensor`.
+
+def parted(schedule: Schedule, with_scales: Collection[int] = ()) -> tuple[Schedule, Schedule]:
+    """(transfers of bytes as they lie at their sources, transfers that are cast, in the order of `_by_tensor`).
+
+    To and from the peers `with_scales`, scales that casts compute are among the latter. Both ends agree.
     """
     if schedule.world == "train":
         cast = np.array([entry.tensor for entry in schedule.casts], np.int64)
         sources = [stage.sends.tensor for stage in schedule.stages]
         masks = [np.isin(tensor, cast) for tensor in sources]
+        computed = [np.isin(tensor, schedule.computed) for tensor in sources]
     elif schedule.view is None:
         raise SessionError(f"{schedule.name}: this schedule does not say where its bytes lie at their sources")
     else:
@@ -57,6 +66,10 @@ def parted(schedule: Schedule) -> tuple[Schedule, Schedule]:
             np.asarray(src_dtypes[table.tensor] != dst_dtypes[stage.recvs.tensor], bool)
             for stage, table in zip(schedule.stages, other_end.stages, strict=True)
         ]
+        computed = [np.isin(table.transfer_group, [*other_end.computed]) for table in other_end.stages]
+    if with_scales:
+        of_peers = [np.isin(table.peer, [*with_scales]) for table in schedule.tables]
+        masks = [mask | scales & chosen for mask, scales, chosen in zip(masks, computed, of_peers, strict=True)]
     cast_rows = [_by_tensor(*each) for each in zip(schedule.tables, sources, masks, strict=True)]
     return schedule.with_rows([~mask for mask in masks]), schedule.with_rows(cast_rows)
 
