@@ -96,8 +96,13 @@ def ends_of(copies: NDArray[np.void], side: str) -> Ints:
 
 def distinct(*keys: NDArray[np.integer]) -> tuple[list[list[int]], Ints]:
     """The kinds of entries, each once, and the index of every entry's kind. `keys` are columns: a kind is a row of them."""
-    kinds, kind_of = np.unique(np.stack(keys), axis=1, return_inverse=True)
-    return kinds.T.tolist(), kind_of.reshape(-1)
+    columns = np.stack(keys)
+    order = np.lexsort(columns[::-1])  # several times as fast as `np.unique` of rows
+    columns = columns[:, order]
+    is_first = np.append(True, (columns[:, 1:] != columns[:, :-1]).any(axis=0))[: len(order)]
+    kind_of = np.empty(len(order), np.int64)
+    kind_of[order] = np.cumsum(is_first) - 1
+    return columns[:, is_first].T.tolist(), kind_of
 
 
 def repeat(counts: Ints) -> tuple[Ints, Ints]:

@@ -87,14 +87,15 @@ def _regions(
     for pattern, *_ in ends:
         cut = plan.patterns[pattern]
         for overlap, nbytes in zip(cut.overlaps, cut.overlap_bytes.tolist(), strict=True):
-            if overlap.region not in bytes_of:  # those that share elements with one before them count nothing
-                is_new = all(overlap.region.intersect(each) is None for each in bytes_of)
-                bytes_of[overlap.region] = nbytes if is_new else 0
+            bytes_of.setdefault(overlap.region, nbytes)
     row_of = {region: row for row, region in enumerate(bytes_of)}
+    start, stop = (np.array([getattr(each, end) for each in bytes_of], np.int64) for end in ("start", "stop"))
+    is_shared = (np.maximum(start, start[:, None]) < np.minimum(stop, stop[:, None])).all(axis=2)
+    is_new = ~np.tril(is_shared, -1).any(axis=1)  # those that share elements with one before them count nothing
     held, wanted = np.zeros((2, len(row_of), count), bool)
     for pattern, src, dst in ends:
         cut = plan.patterns[pattern]
         rows = np.array([row_of[overlap.region] for overlap in cut.overlaps])[:, None]
         held[rows, train[plan.rank_grids[src]][cut.parts["train"]]] = True
         wanted[rows, gen[plan.rank_grids[dst]][cut.parts["gen"]]] = True
-    return held, wanted, np.array([*bytes_of.values()], np.float64)
+    return held, wanted, np.array([*bytes_of.values()], np.float64) * is_new

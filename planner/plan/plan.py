@@ -410,9 +410,12 @@ class Plan:
             (self.topology.domains("train"), self.topology.domains("gen")),
         ]
 
-    def misc_names(self) -> Iterator[str]:
-        for unplanned in self.misc:
-            yield from self.groups[unplanned.group].names()
+    def misc_names(self) -> tuple[str, ...]:
+        return self._misc_names
+
+    @cached_property
+    def _misc_names(self) -> tuple[str, ...]:  # every schedule lists them
+        return tuple(name for unplanned in self.misc for name in self.groups[unplanned.group].names())
 
     @property
     def misc_bytes(self) -> int:
