@@ -5,14 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.cli import MOE, Outcome, Run
+from helpers.cli import MOE, Run
 
 from mcore_reshard.planner.plan.plan_file import load_plan
 
@@ -87,32 +85,25 @@ def _needs_megatron() -> None:
         pytest.skip("needs the megatron extra")
 
 
-def validate_in_a_process(*argv: object) -> Outcome:
-    """Ranks are forked; a process of its own keeps them clear of pytest's threads."""
-    command = [sys.executable, "-m", "mcore_reshard", "validate", *map(str, argv)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    return Outcome(done.returncode, done.stdout, done.stderr)
-
-
-def test_validate_compares_every_byte_of_a_plan_file(plan_of: Any) -> None:
+def test_validate_compares_every_byte_of_a_plan_file(run: Run, plan_of: Any) -> None:
     _needs_megatron()
     path = plan_of(["tiny-qwen3", "--train", "tp=2", "--gen", "tp=1"])
-    outcome = validate_in_a_process(path, "--refits", 1, "--engine", "slices", "--json")
+    outcome = run("validate", path, "--refits", 1, "--engine", "slices", "--json")
     assert outcome.code == 0, outcome.err
     report = outcome.json
     assert report["ok"] is True and report["digest"] == load_plan(path).digest
     assert all(row["mismatches"] == 0 for refit in report["refits"] for row in refit["parameters"])
 
 
-def test_validate_says_that_it_leaves_a_quantized_checkpoint_unquantized() -> None:
+def test_validate_says_that_it_leaves_a_quantized_checkpoint_unquantized(run: Run) -> None:
     _needs_megatron()
     arguments = ("tiny-qwen3-fp8", "--train", "tp=1", "--gen", "tp=1", "--refits", 1, "--engine", "slices")
-    outcome = validate_in_a_process(*arguments)
+    outcome = run("validate", *arguments)
     assert outcome.code == 0, outcome.err
     assert "note: the checkpoint is quantized (fp8), the plan moves bfloat16 weights" in outcome.out
 
 
-def test_validate_finds_a_plan_that_is_sound_and_wrong(plan_of: Any) -> None:
+def test_validate_finds_a_plan_that_is_sound_and_wrong(run: Run, plan_of: Any) -> None:
     """Two norms of one shape swapped at the source: no proof can see it, the comparison names the first element."""
     _needs_megatron()
     path = plan_of(["tiny-qwen3", "--train", "tp=1", "--gen", "tp=1"])
@@ -121,7 +112,7 @@ def test_validate_finds_a_plan_that_is_sound_and_wrong(plan_of: Any) -> None:
     canonical = json.dumps(document["plan"], sort_keys=True, separators=(",", ":"))
     document["digest"] = hashlib.sha256(canonical.encode()).hexdigest()
     path.write_text(json.dumps(document))
-    outcome = validate_in_a_process(path, "--refits", 1, "--engine", "slices")
+    outcome = run("validate", path, "--refits", 1, "--engine", "slices")
     assert outcome.code == 4
     assert "model.layers.0.self_attn.k_norm.weight" in outcome.err and "first [0]: got" in outcome.err
     assert "differ from golden" in outcome.out and "FAILED" in outcome.out

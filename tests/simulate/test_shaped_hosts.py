@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,6 +19,7 @@ from helpers.plans import Case
 
 RESULTS = Path(shaped_hosts.__file__).parent / "results" / "shaped-hosts.json"
 _SMALL = (("hidden_size", 384), ("intermediate_size", 1024), ("num_hidden_layers", 2), ("vocab_size", 4096))
+Row = dict[str, Any]
 COUNTED = ["relay, 6 replicas on 3 hosts", "2 stages, 2 to a host", "shared GPUs"]
 
 
@@ -26,26 +29,26 @@ def small(name: str) -> Case:
 
 
 @pytest.fixture(scope="module")
-def rows() -> dict[str, dict[str, Any]]:
-    """A refit of each case, in namespaces."""
+def row_of() -> Iterator[Callable[[str], Row]]:
+    """A refit of a case, in namespaces."""
     if reason := namespaces.unavailable_reason():
         pytest.skip(reason)
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:  # ranks are forks: of one thread
-        return {name: alone.submit(shaped_hosts.measure, name, small(name), 1).result(timeout=90) for name in COUNTED}
+        yield cache(lambda name: alone.submit(shaped_hosts.measure, name, small(name), 1).result(timeout=90))
 
 
 @pytest.mark.sampled(5)
 @pytest.mark.long
 @pytest.mark.parametrize("name", COUNTED)
-def test_every_link_carries_what_the_plan_says(rows: dict[str, dict[str, Any]], name: str) -> None:
-    assert shaped_hosts.unplanned(rows[name]) == []
-    assert max(max(link["planned"]) for link in rows[name]["links"]) > 30 * shaped_hosts.TALK
+def test_every_link_carries_what_the_plan_says(row_of: Callable[[str], Row], name: str) -> None:
+    assert shaped_hosts.unplanned(row_of(name)) == []
+    assert max(max(link["planned"]) for link in row_of(name)["links"]) > 30 * shaped_hosts.TALK
 
 
 @pytest.mark.long
-def test_each_byte_leaves_the_trainer_once_and_enters_each_host_once(rows: dict[str, dict[str, Any]]) -> None:
+def test_each_byte_leaves_the_trainer_once_and_enters_each_host_once(row_of: Callable[[str], Row]) -> None:
     """Both ranks of each of the three engine hosts want the whole model."""
-    row = rows["relay, 6 replicas on 3 hosts"]
+    row = row_of("relay, 6 replicas on 3 hosts")
     assert row["hops"] == ["train", "relay", "share"]
     nic = {link["gpu"]: link["counted"] for link in row["links"] if link["link"] == "eth0"}
     hosts = [[nic[gpu][end] + nic[gpu + 1][end] for end in (0, 1)] for gpu in (0, 2, 4, 6)]
@@ -56,12 +59,12 @@ def test_each_byte_leaves_the_trainer_once_and_enters_each_host_once(rows: dict[
 
 
 @pytest.mark.long
-def test_the_count_notices_a_plan_of_other_paths(rows: dict[str, dict[str, Any]]) -> None:
+def test_the_count_notices_a_plan_of_other_paths(row_of: Callable[[str], Row]) -> None:
     """The refits did not run the plan without relays, and the comparison says so."""
     name = "relay, 6 replicas on 3 hosts"
     other = shaped_hosts.planned_bytes(replace(small(name).plan(), straight=True))
-    links = [{**link, "planned": other[link["link"]][link["gpu"]]} for link in rows[name]["links"]]
-    problems = shaped_hosts.unplanned({**rows[name], "links": links})
+    links = [{**link, "planned": other[link["link"]][link["gpu"]]} for link in row_of(name)["links"]]
+    problems = shaped_hosts.unplanned({**row_of(name), "links": links})
     assert sum("into eth0" in problem for problem in problems) == 6  # twice as much should come from the trainer
     assert sum("out of nvlink0" in problem for problem in problems) == 6
 
