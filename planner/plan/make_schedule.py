@@ -6,9 +6,8 @@ schedule takes a fraction of a second.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -36,6 +35,7 @@ from .schedule import (
 _WIDE = {"offset", "nbytes"}
 _Columns = dict[str, NDArray[np.int64]]
 _End = Literal["src", "dst"]
+_Expanded = tuple[list[tuple[RankInGroup, _Columns]], dict[LocalTensor, int], dict[StridedBox, int]]
 _NO_LEGS = np.zeros(0, np.int64), np.zeros((0, 0), np.bool_), np.zeros((0, 0), np.int32)  # overlap, chosen, peers
 
 
@@ -60,6 +60,7 @@ class RankView(View):
     rows: tuple[NDArray[np.int64], ...] | None = None  # of each stage; None: all of them
     gen_seats: tuple[int, ...] = ()  # as in Schedule
     layouts: dict[int, tuple[Plan, Held]] = field(default_factory=dict, repr=False, compare=False)  # waves share it
+    expanded: dict[tuple[Any, ...], _Expanded] = field(default_factory=dict, repr=False, compare=False)  # and this
     # Both are numbered in the order of first use, anew in every copy that `replace` makes.
     tensors: dict[LocalTensor, int] = field(default_factory=dict, init=False)
     strided_boxes: dict[StridedBox, int] = field(default_factory=dict, init=False)
@@ -73,7 +74,7 @@ class RankView(View):
         view, is_sender = replace(self), self.world == "train"
         casts = view._casts() if is_sender else ()
         computed = tuple(sorted(cast.scales for cast in casts if cast.scales is not None))
-        schedule = view._schedule(view._sends if is_sender else view._receives, is_sender)
+        schedule = view._schedule(is_sender, RankView._sends if is_sender else RankView._receives)
         later = None
         if self.plan.frozen and self.wave is None:
             later = replace(self, plan=without_frozen(self.plan)).schedule()
@@ -90,8 +91,8 @@ class RankView(View):
 
     def other_end(self) -> OtherEnd:
         view = replace(self)
-        of_peers = partial(view._sends, piece="dst") if self.world == "train" else partial(view._receives, piece="src")
-        tables = tuple(view._tables(of_peers).values())
+        rows_of, piece = (RankView._sends, "dst") if self.world == "train" else (RankView._receives, "src")
+        tables = tuple(view._tables(rows_of, piece).values())
         if self.rows is not None:
             tables = tuple(table.rows(rows) for table, rows in zip(tables, self.rows, strict=True))
         tensors, boxes = tuple(view.tensors), tuple(view.strided_boxes)
@@ -108,9 +109,8 @@ class RankView(View):
 
     def _relay(self, kind: HopKind, hop: int) -> Relay:
         sending, receiving = replace(self), replace(self)
-        send_rows = partial(sending._passes_on, kind=kind, sends=True)
-        sends = replace(sending._schedule(send_rows, is_sender=True), world="train")
-        receives = receiving._schedule(partial(receiving._passes_on, kind=kind, sends=False), is_sender=False)
+        sends = replace(sending._schedule(True, RankView._passes_on, kind, True), world="train")
+        receives = receiving._schedule(False, RankView._passes_on, kind, False)
         return Relay(*(self._among_replicas(end, hop) for end in (sends, receives)))
 
     def _among_replicas(self, end: Schedule, hop: int) -> Schedule:
@@ -143,12 +143,15 @@ class RankView(View):
         return RankView(plan, self.world, self.rank, gen_seats=self.gen_seats).schedule()
 
     def waves(self) -> tuple[Schedule, ...]:
-        waves = self.plan.waves
-        return tuple(replace(self, wave=wave).schedule() for wave in range(waves)) if waves > 1 else ()
+        waves, expanded = self.plan.waves, {}  # of this plan alone
+        if waves == 1:
+            return ()
+        return tuple(replace(self, wave=wave, expanded=expanded).schedule() for wave in range(waves))
 
-    def _schedule(self, rows_of: Callable[[RankInGroup], _Columns], is_sender: bool) -> Schedule:
+    def _schedule(self, is_sender: bool, rows_of: Callable[..., _Columns], *args: Any) -> Schedule:
+        """Of `rows_of(view, place, *args)` of the places of the rank."""
         plan = self.plan
-        tables, none = self._tables(rows_of), _table([])
+        tables, none = self._tables(rows_of, *args), _table([])
         padding = () if is_sender or self.wave is not None else tuple(dict.fromkeys(self._padding()))
         tensors = tuple(self.tensors)  # after the padding: nothing else may lie in some of them
         if self.wave is not None:
@@ -173,10 +176,9 @@ class RankView(View):
             gen_seats=self.gen_seats,
         )
 
-    def _tables(self, rows_of: Callable[[RankInGroup], _Columns]) -> dict[int, TransferTable]:
+    def _tables(self, rows_of: Callable[..., _Columns], *args: Any) -> dict[int, TransferTable]:
         rows: dict[int, list[_Columns]] = {stage: [] for stage in range(self.plan.train.pp)}
-        for place in self.plan.groups_of(self.world, self.rank):
-            columns = rows_of(place)
+        for place, columns in self._of_all_waves(rows_of, *args):
             if self.wave is not None:
                 in_wave = columns["wave"] == self.wave
                 columns = {name: column[in_wave] for name, column in columns.items()}
@@ -184,6 +186,19 @@ class RankView(View):
                 columns["transfer_group"] = np.full_like(columns["peer"], place.index)
                 rows[place.transfers.pp_stage].append(columns)
         return {stage: _table(parts) for stage, parts in rows.items()}
+
+    def _of_all_waves(self, rows_of: Callable[..., _Columns], *args: Any) -> Iterable[tuple[RankInGroup, _Columns]]:
+        places = self.plan.groups_of(self.world, self.rank)
+        if self.wave is None:
+            return ((place, rows_of(self, place, *args)) for place in places)
+        key = rows_of, *args
+        if key not in self.expanded:
+            columns = [(place, rows_of(self, place, *args)) for place in places]
+            self.expanded[key] = columns, self.tensors, self.strided_boxes
+        columns, tensors, strided_boxes = self.expanded[key]
+        self.tensors.update(tensors)
+        self.strided_boxes.update(strided_boxes)
+        return columns
 
     def _sends(self, place: RankInGroup, piece: _End = "src") -> _Columns:
         """Sends of a training rank to generation ranks, as they lie here or ("dst") in their tensors."""
