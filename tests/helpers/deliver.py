@@ -29,12 +29,13 @@ def deliver(
     }
     for trainer in trainers:
         compute_scales(trainer.casts, trainer.tensors)
+    *sources, target = ([*map(byte_array, bound.tensors)] for bound in (*trainers, engine))
     for wanted in cut_buckets(engine.schedule, bucket_bytes, segment_bytes):
         bucket, trainer = sent.pop((wanted.peer, wanted.stage, wanted.number)), trainers[wanted.peer]
         assert bucket.sends and not wanted.sends
         assert 0 < bucket.nbytes == wanted.nbytes <= bucket_bytes
         assert bucket.waiting.parameter == wanted.waiting.parameter
         scratch = np.full(bucket.nbytes, 0xAA, np.uint8)
-        run_copies(bucket.copies, [*map(byte_array, trainer.tensors), scratch], trainer.casts)
-        run_copies(wanted.copies, [*map(byte_array, engine.tensors), scratch])
+        run_copies(bucket.copies, [*sources[wanted.peer], scratch], trainer.casts)
+        run_copies(wanted.copies, [*target, scratch])
     assert not sent
