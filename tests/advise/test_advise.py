@@ -134,12 +134,11 @@ def test_uneven_pipelines_state_their_layers() -> None:
     assert uneven.layers == (8, 8, 8, 8, 8, 7, 7, 7)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("config", "train", "gen", "topology"),
     [
         pytest.param("qwen3-4b", 4, 4, "h200-8", marks=pytest.mark.slow),
-        ("qwen3-4b", 4, 4, "h200-8,gpus=2"),
+        pytest.param("qwen3-4b", 4, 4, "h200-8,gpus=2", marks=pytest.mark.slow),
         ("tiny-qwen3-moe", 4, 2, "h200-8"),
     ],
 )
@@ -209,7 +208,7 @@ def test_the_reason_says_what_is_busy_and_how_many_copies_there_are() -> None:
         ("gpt-oss-20b", 8),
         ("qwen3-30b-a3b", 16),
         ("nemotron-3-nano-30b-a3b", 16),
-        pytest.param("qwen3-235b-a22b", 64, marks=pytest.mark.long),
+        pytest.param("qwen3-235b-a22b", 64, marks=pytest.mark.slow),
     ],
 )
 def test_real_models_are_advised_on(config: str, gpus: int) -> None:

@@ -53,7 +53,7 @@ def test_a_wrong_layout_that_the_whole_plan_follows_is_refused(case: Case) -> No
             assert verdict.field == "other_dim", verdict  # sound in itself; the model's tensors have other shapes
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", TINY + QUANTIZED, ids=str)
 def test_single_field_damage_is_refused_or_changes_nothing(case: Case) -> None:
     for verdict in attack(case, single_field.mutants, seed=(TINY + QUANTIZED).index(case), count=SINGLE_FIELD_MUTANTS):

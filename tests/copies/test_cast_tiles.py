@@ -116,7 +116,7 @@ def test_tiles_do_what_the_interpreter_does(seed: int, tile_bytes: int, shift: i
     assert 1 in words
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("seed", range(4))
 def test_whole_blocks_and_what_they_leave_do_what_the_interpreter_does(seed: int) -> None:
     """Scales too: each is computed once, by the tiles of whole blocks or before them."""

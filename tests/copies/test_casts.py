@@ -55,7 +55,7 @@ def test_scales_of_elements() -> None:
     assert columns.tolist() == [0, 3, 0, 0, 1, 0, 1]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("bucket_bytes", "segment_bytes"), [(64, None), (4096, None), (4096, 256), (1 << 20, None)])
 @pytest.mark.parametrize("seed", range(4))
 def test_what_arrives_is_what_torch_casts(seed: int, bucket_bytes: int, segment_bytes: int | None) -> None:

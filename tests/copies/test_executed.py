@@ -122,7 +122,7 @@ def refusal(
 # --- without damage ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", TINY + QUANTIZED, ids=str)
 def test_the_ends_of_every_pair_agree_on_an_undamaged_plan(case: Case) -> None:
     for tables_of in (gloo_tables, direct_tables):

@@ -44,6 +44,7 @@ CASES = [
 REFINED = [(*REFINED_EXPERTS[0], GenMesh(tp=4)), (*REFINED_COLUMNS, GenMesh(tp=2))]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "mesh"), CASES, ids=str)
 def test_planned_tensors_are_the_engines(name, mesh):
     config = load_config(name)

@@ -39,6 +39,4 @@ def _export(index: int, checkpoint: Path) -> dict[str, Any]:
     """By HF name: (shape, dtype)."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=index, world_size=1)
     trainer = build_trainer(checkpoint, TrainMesh())
-    return {
-        name: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in trainer.export()
-    }
+    return {name: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in trainer.export()}

@@ -284,6 +284,7 @@ def test_damage_to_any_field_is_refused_or_harmless(case: Case) -> None:
     assert (time.process_time() - start) / len(outcomes) < 0.5
 
 
+@pytest.mark.slow
 def test_damage_to_a_large_plan_is_refused_or_harmless() -> None:
     text, rng = dump_plan(LARGE.plan()), random.Random(0)
     for _ in range(2):

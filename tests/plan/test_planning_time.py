@@ -42,7 +42,7 @@ def test_2048_ranks_to_1024_are_planned_for_their_hosts_within_five_seconds() ->
     assert spent(f"tp=8,pp=16,ep=64,dp=16,layers={LAYERS[16]}", "tp=32,dp=32") < 5.0 * MARGIN
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_256_ranks_to_128_are_simulated_within_ten_seconds() -> None:
     assert spent(f"tp=8,pp=8,ep=32,dp=4,layers={LAYERS[8]}", "tp=32,dp=4", sees=True) < 10.0 * MARGIN
 

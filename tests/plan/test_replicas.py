@@ -52,7 +52,7 @@ def test_a_replica_has_tp_times_pp_ranks_or_all_that_share_experts(gen: GenMesh,
     assert (replica_ranks(gen), replica_count(gen)) == (ranks, count)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", WITHOUT_EP, ids=str)
 def test_plans_by_rules_are_those_of_their_mesh(case: Case) -> None:
     planned = {count: of_count(case, count) for count in COUNTS}

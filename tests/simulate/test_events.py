@@ -102,6 +102,7 @@ def test_rounds_that_wait_for_each_other_are_an_error_and_no_hang() -> None:
         run(crossed)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("steps", "error"), [(2_000, 0.05), (20_000, 0.01)])
 @pytest.mark.parametrize("seed", range(2))
 def test_steps_change_the_time_of_a_large_script_little(seed: int, steps: int, error: float) -> None:

@@ -24,7 +24,6 @@ FAST = {
     "gloo": {
         "Llama-8B 16->16 tp1",
         "Llama-8B 32 GPUs shared",
-        "Qwen3-235B 32->128 (relay)",
     },
     "auto": {
         "DeepSeek-V3 64->64 pp16 gen ep64",

@@ -190,6 +190,7 @@ def test_the_script_of_nccl_is_the_rounds_of_its_executor_where_small_segments_f
     assert len(found.buckets) < len(script(plan, "nccl").buckets)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_script_of_gloo_is_the_messages_of_its_executor(case: Case) -> None:
     plan = case.plan()

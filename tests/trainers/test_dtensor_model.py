@@ -67,6 +67,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("family", "kind", "world"), CASES)
 def test_every_element_is_where_the_trace_says(family: str, kind: str, world: int, tmp_path: Path) -> None:
     config = tiny.TINY[family]
