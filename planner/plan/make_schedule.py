@@ -143,9 +143,8 @@ class RankView(View):
         return RankView(plan, self.world, self.rank, gen_seats=self.gen_seats).schedule()
 
     def waves(self) -> tuple[Schedule, ...]:
-        waves, expanded = self.plan.waves, {}  # of this plan alone
-        if waves == 1:
-            return ()
+        waves = self.plan.waves if self.plan.waves > 1 else 0
+        expanded: dict[tuple[Any, ...], _Expanded] = {}  # of this plan alone
         return tuple(replace(self, wave=wave, expanded=expanded).schedule() for wave in range(waves))
 
     def _schedule(self, is_sender: bool, rows_of: Callable[..., _Columns], *args: Any) -> Schedule:
@@ -188,6 +187,7 @@ class RankView(View):
         return {stage: _table(parts) for stage, parts in rows.items()}
 
     def _of_all_waves(self, rows_of: Callable[..., _Columns], *args: Any) -> Iterable[tuple[RankInGroup, _Columns]]:
+        """What the rank moves in each transfer group; it is worked out once for all waves."""
         places = self.plan.groups_of(self.world, self.rank)
         if self.wave is None:
             return ((place, rows_of(self, place, *args)) for place in places)
