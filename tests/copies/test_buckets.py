@@ -6,7 +6,7 @@ import itertools
 from math import prod
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_reshard.kernels.copies.buckets import Segment, cut, pack
@@ -17,6 +17,7 @@ MIB = 1 << 20
 shapes = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 
 
+@settings(deadline=None)
 @given(extents=shapes, itemsize=st.sampled_from([1, 2, 4, 8]), bucket_bytes=st.integers(1, 20).map(lambda n: n * 16))
 def test_parts_cover_a_transfer_once_and_in_wire_order(
     extents: tuple[int, ...], itemsize: int, bucket_bytes: int
@@ -50,6 +51,7 @@ def test_what_fits_is_not_cut_and_what_is_empty_does_not_travel() -> None:
     assert [*cut((3, 0, 2), 4, 16)] == []
 
 
+@settings(deadline=None)
 @given(nbytes=st.lists(st.integers(1, 64), max_size=50), bucket_bytes=st.sampled_from([64, 80, 256]))
 def test_packed_parts_are_aligned_and_never_overlap_or_overflow(nbytes: list[int], bucket_bytes: int) -> None:
     firsts, offsets = pack(np.zeros(len(nbytes), np.int64), np.array(nbytes, np.int64), bucket_bytes, bucket_bytes)
@@ -96,6 +98,7 @@ def test_the_worked_example_of_small_segments() -> None:
     assert filled([7] * 4, 10, 0.625) == [9.5, 9.5, 9]
 
 
+@settings(deadline=None)
 @given(
     transfers=st.lists(st.integers(1, 300), min_size=1, max_size=40),
     bucket_bytes=st.sampled_from([160, 320, 960]),

@@ -102,9 +102,8 @@ def test_rounds_that_wait_for_each_other_are_an_error_and_no_hang() -> None:
         run(crossed)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("steps", "error"), [(2_000, 0.05), (20_000, 0.01)])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_steps_change_the_time_of_a_large_script_little(seed: int, steps: int, error: float) -> None:
     """Random messages, each a round of its own: 600 rounds a rank, each as long as 3 or 30 steps."""
     rng = np.random.default_rng(seed)
