@@ -9,6 +9,7 @@ from collections import Counter
 from importlib.util import find_spec
 
 import pytest
+import torch
 from helpers.inner_loop import forbid_what_is_slow
 
 from mcore_reshard.validation.trainer import te_standin
@@ -30,6 +31,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Ranks are forked from this process: they need not search all that it holds for garbage.
 os.register_at_fork(after_in_child=gc.freeze)
 
+# More threads than idle cores would mostly wait for each other, in loops that keep the cores busy.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
+
 # Megatron decides at import whether it has Transformer Engine, and some tests import it in this very process.
 if find_spec("megatron") is not None:
     te_standin.install()
@@ -44,6 +49,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--fast"):
         forbid_what_is_slow()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # modules and tests stay to the end
 
 
 def pytest_unconfigure() -> None:
