@@ -110,7 +110,7 @@ class Sealer:
 
 class _TokenSealer(Sealer):
     def __init__(self, token: Token, session: str) -> None:
-        aead, keys, serialization = _cryptography()
+        aead, keys, serialization = load_cryptography()
         material = _derive(token.secret, session)
         self._session = session
         self._aead: Any = aead(material[:32])
@@ -188,7 +188,7 @@ def signature_holds(owner: str, proof: str, nonce: str, session: str) -> bool:
     """Whether the holder of the private key of `owner` has signed `nonce`."""
     from cryptography.exceptions import InvalidSignature
 
-    _, keys, _ = _cryptography()
+    _, keys, _ = load_cryptography()
     try:
         key = keys.Ed25519PublicKey.from_public_bytes(bytes.fromhex(owner))
         key.verify(bytes.fromhex(proof), _challenge(nonce, session))
@@ -209,7 +209,8 @@ def _derive(secret: str, session: str) -> bytes:
     return HKDF(hashes.SHA256(), 64, salt=session.encode(), info=b"mcore-reshard session 1").derive(secret.encode())
 
 
-def _cryptography() -> tuple[Any, Any, Any]:
+def load_cryptography() -> tuple[Any, Any, Any]:
+    """What a token needs of the package; called before a fork, its import is paid once for all ranks."""
     try:
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ed25519

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from mcore_reshard.kernels.rendezvous.seal import find_token
+from mcore_reshard.kernels.rendezvous.seal import find_token, load_cryptography
 from mcore_reshard.kernels.transports.registry import device_of, resolve
 from mcore_reshard.planner.layout.megatron import MegatronBuild
 from mcore_reshard.planner.layout.mesh import format_mesh
@@ -72,6 +72,7 @@ def validate(request: ValidationRequest) -> ValidationReport:
         raise ValidationError(
             f"NCCL needs a GPU for each rank: {ranks} ranks, {gpus} here; --transport direct lets ranks share GPUs"
         )
+    load_cryptography()
     trainer.prepare(on_cuda=device == "cuda")
     if engine == "vllm":
         vllm_engine.prepare()
