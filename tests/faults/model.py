@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 
 import synthetic
 import torch
@@ -63,14 +63,14 @@ class Weights:
         if self.world == "gen":
             self.loaded = {name: torch.zeros(_SHAPE) for name in self.names}
 
-    @property
+    @cached_property
     def schedule(self) -> Schedule:
         own = self.rank // (self.plan.gen.tp * self.plan.gen.pp)
         return schedule_for(
             self.plan, self.world, self.rank, range(self.plan.gen.dp) if self.world == "train" else (own,)
         )
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """Of what moves by name."""
         return _GOLDEN if self.golden else misc_names(self.plan)

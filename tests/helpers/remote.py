@@ -95,9 +95,12 @@ class Ranks:
     def train(self, case: Case, *, patch: Callable[[], None] | None = None) -> list[Remote]:
         """All ranks of a trainer that has just started."""
         ranks = range(case.plan().train.world)
+        for rank in ranks:
+            weights(case.plan(), "train", rank, 0)
         return [self._start(train, case, rank, patch) for rank in ranks]
 
     def gen(self, case: Case, rank: int, *, adopts: bool = True, patch: Callable[[], None] | None = None) -> Remote:
+        weights(case.plan(), "gen", rank, 0)
         return self._start(generate, case, rank, adopts, patch)
 
     def _start(self, target: Callable[..., None], *args: Any) -> Remote:
@@ -120,14 +123,20 @@ def tell(remotes: Sequence[Remote], order: str, **arguments: Any) -> list[Answer
     return [remote.answer() for remote in remotes]
 
 
+_CONTENTS: dict[tuple[str, World, int], dict[str, torch.Tensor]] = {}  # of plans' ranks; forked processes inherit them
+
+
 def weights(plan: Plan, world: World, rank: int, version: int) -> dict[str, torch.Tensor]:
     """What a rank holds of a version: a function of parameter and position alone, so it is the same on every mesh."""
-    part = RankOfPlan(plan, world, rank)
-    gen = replica_ranks(plan.gen)
-    schedule = part.schedule(range(plan.gen.world // gen) if world == "train" else (rank // gen,))
-    assert not schedule.padding and not schedule.misc
-    tensors = synthetic.allocate(schedule, torch.device("cpu"))
-    synthetic.fill(plan, world, rank if world == "train" else rank % gen, tensors)
+    seat = rank if world == "train" else rank % replica_ranks(plan.gen)
+    key = plan.digest, world, seat
+    if key not in _CONTENTS:
+        replicas = plan.gen.world // replica_ranks(plan.gen)
+        schedule = RankOfPlan(plan, world, seat).schedule(range(replicas if world == "train" else 1))
+        assert not schedule.padding and not schedule.misc
+        _CONTENTS[key] = synthetic.allocate(schedule, torch.device("cpu"))
+        synthetic.fill(plan, world, seat, _CONTENTS[key])
+    tensors = {name: tensor.clone() for name, tensor in _CONTENTS[key].items()}
     for tensor in tensors.values():
         tensor.view(torch.uint8).bitwise_xor_(version % 251)
     return tensors

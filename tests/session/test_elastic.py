@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import synthetic
 import torch
 from helpers.plans import Case
 from helpers.ranks import StoreProcess, store_process
+from helpers.remote import weights
 
 from mcore_reshard.kernels.errors import RefitError, SessionClosed
 from mcore_reshard.kernels.options import Options
+from mcore_reshard.planner.plan.schedule import World
 from mcore_reshard.session.endpoints import GenerationEndpoint, TrainEndpoint
 from mcore_reshard.session.part import RankOfPlan
 
@@ -27,18 +28,8 @@ OPTIONS = Options(timeout_s=30.0)
 LIMIT_S = 90.0  # for a refit or a join, on a busy machine
 
 
-def weights_of(world: str, rank: int, version: int) -> dict[str, torch.Tensor]:
-    """What a rank holds of a version: the plan's own content, each byte changed by the version."""
-    plan = CASE.plan()
-    part = RankOfPlan(plan, world, rank)  # type: ignore[arg-type]
-    seat = rank if world == "train" else 0  # all replicas hold the same
-    schedule = part.schedule(range(4)) if world == "train" else RankOfPlan(plan, "gen", 0).schedule(range(4))
-    assert not schedule.padding and not schedule.misc
-    tensors = synthetic.allocate(schedule, torch.device("cpu"))
-    synthetic.fill(plan, world, seat, tensors)  # type: ignore[arg-type]
-    for tensor in tensors.values():
-        tensor.view(torch.uint8).bitwise_xor_(version % 251)
-    return tensors
+def weights_of(world: World, rank: int, version: int) -> dict[str, torch.Tensor]:
+    return weights(CASE.plan(), world, rank, version)
 
 
 def write(file: Path, value: Any) -> None:
@@ -105,11 +96,13 @@ def generate(replica: int, address: str, folder: Path, number: int, leave_after:
     endpoint.close()
 
 
-class World:
+class Processes:
     """Processes of a trainer and of replicas that come and go."""
 
     def __init__(self, store: StoreProcess, folder: Path) -> None:
         self.store, self.folder = store, folder
+        for world, rank in (("train", 0), ("train", 1), ("gen", 0)):
+            weights_of(world, rank, 0)  # once, for all that are forked from here
         self._context: Any = multiprocessing.get_context("fork")
         self.replicas: dict[int, tuple[int, Any]] = {}  # by replica: its number, its process
         self.trainer: list[Any] = []
@@ -166,7 +159,7 @@ def elastic(folder: Path, refits: int, seed: int, pause_s: float) -> dict[str, A
     """Kill and add replicas in random order while a trainer refits; the end of all."""
     draw = random.Random(seed)
     with store_process() as store:
-        world = World(store, folder)
+        world = Processes(store, folder)
         try:
             for replica in range(4):
                 world.start_replica(replica)
@@ -233,7 +226,7 @@ def test_a_start_that_costs_a_refit_is_found(kills: int, is_fine: bool) -> None:
 
 def test_a_new_replica_has_the_current_version_at_once(tmp_path: Path) -> None:
     with store_process() as store:
-        world = World(store, tmp_path)
+        world = Processes(store, tmp_path)
         try:
             for replica in range(4):
                 world.start_replica(replica)
