@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from helpers.plans import Case
 
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.store import SessionStore, connect_store
@@ -91,6 +92,8 @@ def run_ranks(
     They are forked, or with `method="spawn"` started afresh, as CUDA needs. Fails the test if a process outlives
     `timeout_s`; processes that hang are killed.
     """
+    for case in (each for each in args if isinstance(each, Case)):
+        case.plan()  # once for all ranks that are forked
     context: Any = multiprocessing.get_context(method)
     processes: dict[Any, tuple[int, Any]] = {}  # by the pipe to each one
     for rank in range(count):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import synthetic
 import torch
-from helpers.nccl_parts import far_parts, schedules_of
+from helpers.nccl_parts import far_parts
 from helpers.plans import Case
 from helpers.ranks import run_ranks, store_of, values
 from test_shared_gpus import APART, MORE_HOSTS, TWO_HOSTS, gpus_of
@@ -21,6 +21,7 @@ from mcore_reshard.kernels.transports.nccl.communicator import Payload
 from mcore_reshard.kernels.transports.nccl.connection import NcclConnection
 from mcore_reshard.kernels.transports.nccl.staging import ScratchBudget
 from mcore_reshard.kernels.transports.reach import shared_gpus
+from mcore_reshard.planner.plan.make_schedule import schedule_of
 
 Joined = dict[tuple[int, int], tuple[str, int, int, list[tuple[int, bool]]]]
 
@@ -52,7 +53,8 @@ def join(number: int, address: str, case: Case) -> tuple[Joined, list[str]]:
     """Connect rank `number`: of (stream, communicator), its id, the rank's number in it, its size, and whom it connects to."""
     plan = case.plan()
     assert plan.topology is not None
-    schedule = schedules_of(plan)[number]
+    train = number < plan.train.world
+    schedule = schedule_of(plan, "train" if train else "gen", number if train else number - plan.train.world)
     bound = bind(schedule, synthetic.allocate(schedule, torch.device("cpu")))
     store = store_of(address).under("nccl")
     shared = shared_gpus(plan, plan.topology, "auto")
