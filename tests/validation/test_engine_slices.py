@@ -173,6 +173,7 @@ def element_numbers(tensors, tensors_of_version_2):
 
 
 # those in FP8 hold what others hold, rounded; the tables of FP8 are compared with vLLM's loaders in tests/engine
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [name for name in builtin_names() if name.startswith("tiny-") and "-fp8" not in name])
 @pytest.mark.parametrize("sizes", [GenSizes(tp=2, pp=2), GenSizes(tp=4)], ids=str)
 def test_ranks_together_hold_every_element_of_the_checkpoint(name, sizes):

@@ -88,7 +88,7 @@ MORE = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("family", "mesh", "overrides"),
     [*ROUND_TRIPS, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],

@@ -28,7 +28,7 @@ def check(family, mesh, **how):
     return run_validation({**load_config(f"tiny-{family}"), **overrides}, train, gen, **how)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("family", "mesh"), DEFAULT)
 def test_refit_equals_golden(family, mesh):
     if family == "moonlight" and bridge_release() >= (0, 6):

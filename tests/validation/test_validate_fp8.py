@@ -39,7 +39,7 @@ def routes(report):
     return found
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("family", "train", "gen", "train_dtype", "block"), FP8_DEFAULT)
 def test_refit_equals_golden(family, train, gen, train_dtype, block):
     report = check(family, train, gen, train_dtype, block)
