@@ -94,13 +94,13 @@ def take_part(rank: int, address: str, session: str) -> None:
         endpoint.close()
 
 
-def kinds_of(key: str) -> list[str]:
-    """Two kinds in turn."""
+def kinds_of(key: str, count: int) -> list[str]:
+    """So many kinds in turn."""
     kinds, first = [*MALFORMED], zlib.crc32(key.encode())
-    return [kinds[(first + turn) % len(kinds)] for turn in range(2)]
+    return [kinds[(first + turn) % len(kinds)] for turn in range(count)]
 
 
-def meddle(rank: int, address: str) -> tuple[list[str], list[tuple[str, str, str, float]]]:
+def meddle(rank: int, address: str, kinds: int) -> tuple[list[str], list[tuple[str, str, str, float]]]:
     """The keys of a session, and how it ends for this rank when each of them is malformed: (key, kind, how, seconds)."""
     warnings.simplefilter("ignore")
     plain = store_of(address, "the test's own")
@@ -109,7 +109,7 @@ def meddle(rank: int, address: str) -> tuple[list[str], list[tuple[str, str, str
     plain.set(f"keys/{rank}", "\n".join(dict.fromkeys(spoiler.keys)))
     keys = sorted({key for each in range(2) for key in plain.get(f"keys/{each}").decode().splitlines()})
     ends = []
-    for number, (key, kind) in enumerate((each, kind) for each in keys for kind in kinds_of(each)):
+    for number, (key, kind) in enumerate((each, kind) for each in keys for kind in kinds_of(each, kinds)):
         plain.set(f"next/{number}/{rank}", "")
         plain.wait([f"next/{number}/0", f"next/{number}/1"])
         spoiler.spoilt, spoiler.content = key, MALFORMED[kind]  # type: ignore[assignment]
@@ -126,8 +126,9 @@ def meddle(rank: int, address: str) -> tuple[list[str], list[tuple[str, str, str
     return keys, ends
 
 
-def test_a_session_with_a_malformed_value_ends_with_an_error_of_ours_and_in_time() -> None:
-    (keys, train), (_, gen) = values(run_ranks(2, meddle, timeout_s=400.0))
+@pytest.mark.parametrize("kinds", [1, pytest.param(len(MALFORMED), marks=pytest.mark.slow)])
+def test_a_session_with_a_malformed_value_ends_with_an_error_of_ours_and_in_time(kinds: int) -> None:
+    (keys, train), (_, gen) = values(run_ranks(2, meddle, kinds, timeout_s=200.0 * kinds))
     assert {"plan/newest", "head", "a/1-*/word/gen:0", "a/1-*/call"} <= {*keys}
     assert [end for end in (*train, *gen) if end[2].startswith("raw") or end[3] > 3 * TIMEOUT_S + SLOW_S] == []
     for (key, kind, *trains), (_, _, *gens) in zip(train, gen, strict=True):
