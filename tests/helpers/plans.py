@@ -78,6 +78,7 @@ class Case:
         )
 
 
+TWO_LAYERS = (("num_hidden_layers", 2),)  # half of the waves, where replicas pass on
 _MTP = (("num_nextn_predict_layers", 1),)
 _THIRDS = (("num_attention_heads", 12), ("num_key_value_heads", 6), ("vocab_size", 192))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.plans import Case
+from helpers.plans import TWO_LAYERS, Case
 from helpers.ranks import StoreProcess
 from helpers.remote import Answer, Ranks, Remote, tell
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from mcore_reshard.kernels.rendezvous.polling import NOTICE_S
 from mcore_reshard.kernels.transports.gloo import GlooExecutor
 from mcore_reshard.session.refitter import Refitter
 
-FOUR = Case("tiny-llama", "tp=2", "tp=1,dp=4")
+FOUR = Case("tiny-llama", "tp=2", "tp=1,dp=4", changes=TWO_LAYERS)
 PAIR = Case("tiny-llama", "tp=1", "tp=1")
 OPTIONS = Options(timeout_s=4.0)
 RECOVERY_S = 30.0

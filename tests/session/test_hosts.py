@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import planned_refits
 from helpers.gpu import needs_gpus
-from helpers.plans import Case
+from helpers.plans import TWO_LAYERS, Case
 from helpers.ranks import run_ranks, values
 
 from mcore_reshard.kernels.options import Options
@@ -23,7 +23,7 @@ from mcore_reshard.session import member, places
 from mcore_reshard.session.endpoints import GenerationEndpoint, TrainEndpoint
 from mcore_reshard.session.places import own_place, topology_of
 
-REPLICAS = Case("tiny-llama", "tp=2", "tp=1,dp=4")
+REPLICAS = Case("tiny-llama", "tp=2", "tp=1,dp=4", changes=TWO_LAYERS)
 COLOCATED = Case("tiny-qwen3-moe", "tp=2,ep=2,dp=2", "tp=2,dp=2")
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.fake_memory import share_over_gloo
 from helpers.gpu import needs_gpus
-from helpers.plans import Case
+from helpers.plans import TWO_LAYERS, Case
 from helpers.ranks import run_ranks, store_of, values
 from helpers.remote import Answer, Ranks, Remote, tell, weights
 
@@ -21,7 +21,9 @@ from mcore_reshard.session.part import RankOfPlan
 from mcore_reshard.session.places import own_place
 from mcore_reshard.session.plan_exchange import publish_plan
 
-CASE = Case("tiny-llama", "tp=2", "tp=1,dp=4")  # three replicas or more pass on what they have received
+CASE = Case(
+    "tiny-llama", "tp=2", "tp=1,dp=4", changes=TWO_LAYERS
+)  # three replicas or more pass on what they have received
 OPTIONS = Options(transport="gloo", timeout_s=20.0)
 
 

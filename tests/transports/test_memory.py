@@ -15,6 +15,7 @@ import torch
 from bench.workloads import WORKLOADS, Case, case_of
 from helpers.gloo import connect
 from helpers.nccl_parts import joined_parts
+from helpers.plans import TWO_LAYERS
 from helpers.plans import Case as PlanCase
 from helpers.ranks import run_ranks, values
 
@@ -41,6 +42,7 @@ DIVIDED = 0.09  # they were recorded before plans divided overlaps of more than 
 NCCL_KERNELS_MB = 260  # that NCCL takes where a process has not used it before
 
 DENSE = PlanCase("tiny-llama", "tp=2,pp=2,dp=2", "tp=4")
+RELAYED_HOSTS = PlanCase("tiny-qwen3-moe", "tp=2,ep=2", "tp=2,dp=3", changes=TWO_LAYERS, machine="h200-8,gpus=2")
 RELAYED = PlanCase("tiny-qwen3-moe", "ep=2,dp=2", "tp=1,dp=4")
 CAST = PlanCase("tiny-qwen3-moe-fp8", "tp=2,ep=2,dp=2", "tp=2", dtypes=("bf16", "fp8"), block=(32, 32))
 
@@ -281,7 +283,7 @@ def test_auto_takes_for_pairs_of_a_host_and_for_those_between_hosts() -> None:
 
 def test_a_relay_between_hosts_takes_nccl_on_both_ends_of_replicas() -> None:
     """Each rank's tables are those of its messages in either direction; its buffers are for senders and receivers."""
-    plan = PlanCase("tiny-qwen3-moe", "tp=2,ep=2", "tp=2,dp=3", machine="h200-8,gpus=2").plan()
+    plan = RELAYED_HOSTS.plan()
     assert plan.later_hops == ("relay", "share")
     counted, unrelayed = (session_memory(each).transports for each in (plan, replace(plan, straight=True)))
     for rank, held in enumerate(counted["auto"]["gen"]):
@@ -295,7 +297,7 @@ def test_a_relay_between_hosts_takes_nccl_on_both_ends_of_replicas() -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        PlanCase("tiny-qwen3-moe", "tp=2,ep=2", "tp=2,dp=3", machine="h200-8,gpus=2"),
+        RELAYED_HOSTS,
         PlanCase("tiny-qwen3", "tp=1", "dp=4", machine="h200-8,gpus=1"),
         PlanCase("tiny-qwen3-moe", "tp=2,pp=2", "tp=1,dp=4", machine="h200-8,gpus=4"),
     ],

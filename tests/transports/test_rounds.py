@@ -13,7 +13,7 @@ import torch
 from helpers.handmade import allocate, expected, random_transfers, raw_bytes, schedule_of
 from helpers.nccl_devices import Device, run_in_any_order
 from helpers.nccl_parts import joined_parts, schedules_of, share
-from helpers.plans import Case
+from helpers.plans import TWO_LAYERS, Case
 from helpers.tiles import run_tiles
 from numpy.typing import NDArray
 
@@ -270,7 +270,7 @@ def test_rounds_without_relays_stay(case: Case, digest: str) -> None:
 
 
 RELAYED = [
-    Case("tiny-qwen3-moe", "tp=2,ep=2", "tp=2,dp=3", machine="h200-8,gpus=2"),
+    Case("tiny-qwen3-moe", "tp=2,ep=2", "tp=2,dp=3", changes=TWO_LAYERS, machine="h200-8,gpus=2"),
     Case("tiny-qwen3", "tp=1", "dp=4", machine="h200-8,gpus=1"),
 ]
 
