@@ -169,7 +169,7 @@ class RankView(View):
             strided_boxes=tuple(self.strided_boxes),
             stages=tuple(StageSchedule(stage, *columns) for stage, columns in both),
             padding=padding,
-            misc=plan.misc_names(),
+            misc=plan.misc_names,
             names={place.index: plan.names_of(place.transfers) for place in plan.groups_of(self.world, self.rank)},
             pairs=tuple((plan.groups[pair.weight], plan.groups[pair.scales]) for pair in plan.pairs),
             gen_seats=self.gen_seats,

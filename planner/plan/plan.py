@@ -410,11 +410,8 @@ class Plan:
             (self.topology.domains("train"), self.topology.domains("gen")),
         ]
 
-    def misc_names(self) -> tuple[str, ...]:
-        return self._misc_names
-
     @cached_property
-    def _misc_names(self) -> tuple[str, ...]:  # every schedule lists them
+    def misc_names(self) -> tuple[str, ...]:
         return tuple(name for unplanned in self.misc for name in self.groups[unplanned.group].names())
 
     @property

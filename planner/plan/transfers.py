@@ -372,7 +372,7 @@ def _tensor_hint(plan: Plan, world: World, rank: int, name: str) -> str:
         return f": the engine repeats it from {name}{suffix}, which the plan fills"
     hint = _did_you_mean(get_close_matches(name, known, n=3, cutoff=0.6))
     if plan.misc:
-        count = sum(1 for _ in plan.misc_names())
+        count = len(plan.misc_names)
         hint += f". The misc route carries {count} parameters, into tensors that no plan names"
     return hint
 

@@ -76,7 +76,7 @@ def _train(rank: int, mesh: TrainMesh, gen: str, folder: Path, address: str) -> 
             if rank == 0:
                 save_file(golden, folder / f"golden{step}")
             trainer.refit(step)
-        return [*trainer.plan.misc_names()]
+        return [*trainer.plan.misc_names]
 
 
 def worker_of(config: Any, model: torch.nn.Module, **runner: Any) -> Any:

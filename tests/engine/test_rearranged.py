@@ -156,7 +156,7 @@ def test_nothing_is_loaded_into_rearranged_experts(
 ) -> None:
     worker, checkpoint = traced_worker
     worker.refit_rank._condensed_trace(checkpoint)
-    plan = SimpleNamespace(misc_names=lambda: iter([misc]))
+    plan = SimpleNamespace(misc_names=(misc,))
     check = partial(worker.refit_rank._refuse_loading_of_rearranged, plan, 1, Options(transport=transport))
     with pytest.raises(LayoutError, match=r"gen:1: .* would go through vLLM's loader") if refused else nullcontext():
         check()

@@ -93,7 +93,7 @@ def assert_same_plan(family: str, train: str, gen: str, dtype: str, block: tuple
     for world in ("train", "gen"):
         for rank in range(getattr(by_rules, world).world):
             assert planned_copies(from_traces, world, rank) == planned_copies(by_rules, world, rank)
-    assert {*from_traces.misc_names()} == {*by_rules.misc_names()}
+    assert {*from_traces.misc_names} == {*by_rules.misc_names}
     assert len(from_traces.pairs) == len(by_rules.pairs) > 0
 
 

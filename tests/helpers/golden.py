@@ -81,7 +81,7 @@ def _checkpoint(plan: Plan) -> dict[str, torch.Tensor]:
 def _loaded(config: Any, sizes: GenSizes, rank: int, plan: Plan, checkpoint: Any) -> dict[str, np.ndarray]:
     """Engine tensors that the misc route writes; UNTOUCHED where it does not."""
     engine = StandInEngine(config, sizes, rank)
-    written = engine.load_weights((name, checkpoint[name]) for name in plan.misc_names())
+    written = engine.load_weights((name, checkpoint[name]) for name in plan.misc_names)
     poison = int.from_bytes(bytes([POISON] * 4), "little")
     arrays = {name: engine.loaded[name].numpy() for name in written}
     return {name: np.where(array.view(np.uint32) == poison, UNTOUCHED, array) for name, array in arrays.items()}

@@ -62,11 +62,11 @@ def test_a_layer_is_trained_if_any_rank_trains_a_part_of_it() -> None:
 
 def test_misc_parameters_of_a_layer_move_together_and_unknown_ones_always() -> None:
     plan = Case("tiny-llama", "tp=2", "tp=8", policy="conservative").plan()
-    names = [*plan.misc_names()]
+    names = plan.misc_names
     trained = dict.fromkeys(names, False) | {"model.layers.2.self_attn.q_proj.weight": True}
     del trained["model.layers.3.self_attn.k_proj.weight"]
     later = without_frozen(with_frozen(plan, set(), trained))
-    assert sorted(later.misc_names()) == sorted(name for name in names if ".layers.2." in name or ".layers.3." in name)
+    assert sorted(later.misc_names) == sorted(name for name in names if ".layers.2." in name or ".layers.3." in name)
     assert not later.transfer_groups
 
 

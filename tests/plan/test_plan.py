@@ -56,7 +56,7 @@ def test_conservative_policy_sends_qkv_to_misc_when_tp_exceeds_the_kv_heads(trai
     exact = plan_of("tiny-qwen2", train, gen)
     conservative = plan_of("tiny-qwen2", train, gen, policy="conservative")
     assert not exact.misc
-    names = {name.split(".")[-2] for name in conservative.misc_names()}
+    names = {name.split(".")[-2] for name in conservative.misc_names}
     assert names == ({"q_proj", "k_proj", "v_proj"} if goes_to_misc else set())
     assert prove(conservative).ok
     if goes_to_misc:

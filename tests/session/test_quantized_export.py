@@ -31,7 +31,7 @@ def weights(names: Sequence[str] | None) -> Iterator[tuple[str, torch.Tensor]]:
 
 def test_a_pair_on_the_misc_route_is_exported_as_one() -> None:
     plan = CUT.plan()
-    assert {DOWN, DOWN + "_scale_inv"} <= set(plan.misc_names())
+    assert {DOWN, DOWN + "_scale_inv"} <= set(plan.misc_names)
     found = dict(quantized_export(weights, plan)([DOWN, DOWN + "_scale_inv"]))
     assert list(found) == [DOWN, DOWN + "_scale_inv"]
     data, scales = found.values()
@@ -111,7 +111,7 @@ def all_weights(case: Case, names: Sequence[str] | None) -> Iterator[tuple[str, 
 def test_what_the_engine_keeps_quantized_is_loaded_in_pairs(transport: str) -> None:
     plan = SMALL_HEADS.plan()
     _, loaded = values(run_ranks(2, refit, SMALL_HEADS, transport, lambda export: export))
-    named = plan.misc_names() if transport == "gloo" else (name for group in plan.groups for name in group.names())
+    named = plan.misc_names if transport == "gloo" else (name for group in plan.groups for name in group.names())
     assert sorted(loaded) == sorted(named)
 
 

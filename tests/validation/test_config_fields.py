@@ -319,7 +319,7 @@ def _wrong_tensors(plan: Plan, held: list[Tensors], config: Mapping[str, Any], c
     for rank in range(plan.gen.world):
         engine, golden = StandInEngine(config, GEN, rank), StandInEngine(config, GEN, rank)
         golden.load_weights(checkpoint.items())
-        engine.load_weights((name, checkpoint[name]) for name in plan.misc_names())
+        engine.load_weights((name, checkpoint[name]) for name in plan.misc_names)
         deliver(trainers, bind(schedule_of(plan, "gen", rank), engine.tensors))
         wrong += [name for name, tensor in engine.tensors.items() if not same_bytes(tensor, golden.tensors[name])]
     return sorted(set(wrong))

@@ -54,7 +54,6 @@ QUICK = [(name, meshes[0]) for name, meshes in BUILT.items()]
 SLOW = [pytest.param(name, mesh, marks=pytest.mark.slow) for name, meshes in BUILT.items() for mesh in meshes[1:]]
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "mesh"), [*QUICK, *SLOW], ids=mesh_label)
 def test_export_gives_back_the_checkpoint(tmp_path: Path, name: str, mesh: TrainMesh) -> None:
     if name == "tiny-deepseek-v2-lite" and IS_NEWEST:

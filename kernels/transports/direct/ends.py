@@ -1,6 +1,6 @@
 """Both ends of the direct transport: a source, whose memory others read, and a reader.
 
-Each pair of ranks orders its reads by signals of 16 bytes, over CPU connections of their own, and by one IPC event:
+Each pair of ranks orders its reads by signals of 24 bytes, over CPU connections of their own, and by one IPC event:
 
     source    READY: all that it had queued is done                        returns when the events have happened
     reader                                           launches its kernel, records its event, STARTED          DONE

@@ -273,7 +273,7 @@ class VllmRank(EngineRank):
             return
         device = next(self._model.parameters()).device.type
         golden = resolve(options.transport, device).connect is None
-        if loaded := self._rearranged.intersection(self._rearranged if golden else plan.misc_names()):
+        if loaded := self._rearranged.intersection(self._rearranged if golden else plan.misc_names):
             raise LayoutError(
                 f"gen:{rank}: {len(loaded)} tensors would go through vLLM's loader, which corrupts experts that a backend has"
                 f" rearranged, first {min(loaded)}: start vLLM with moe_backend='triton'"

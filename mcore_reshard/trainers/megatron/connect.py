@@ -233,7 +233,7 @@ def _choose_export(plan: Plan, bridge: Any, model_chunks: Sequence[torch.nn.Modu
         refuse_alternating_export(decoder_of(model_chunks[0]).config, tensors)
     if bridge is None:
         if plan.misc or golden:
-            names = "every parameter (golden)" if golden else f"{len(plan.misc_names())} parameters (the misc route)"
+            names = "every parameter (golden)" if golden else f"{len(plan.misc_names)} parameters (the misc route)"
             raise ValueError(f"Megatron-Bridge exports {names}: give connect() the AutoBridge that built the model")
         return None
     quantized = {pair.weight for pair in plan.pairs}
