@@ -81,7 +81,7 @@ class SharingExecutor(GlooExecutor):
         if bound.schedule.world == "train":
             share_memory(self._signals, kept, bound.by_name)
             return
-        for peer, exported in fetch_exports(self._signals, kept).items():
+        for peer, exported in fetch_exports(self._signals, kept, self._signals.peers).items():
             addresses = self._mappings.addresses(exported, exported.tensors, bound.schedule.name_of("train", peer))
             memory: Any = kept._memory
             mapped = [memory.open[address] for address in addresses]
