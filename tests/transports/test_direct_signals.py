@@ -307,3 +307,28 @@ def leave_at_once(number: int, address: str, plan: Plan) -> int:
 def test_readers_wait_for_no_trainer_that_has_left() -> None:
     plan = Case("tiny-llama", "tp=2", "tp=2").plan()
     assert values(run_ranks(4, leave_at_once, plan, timeout_s=60.0)) == [0] * 4
+
+
+def come_late(number: int, address: str, plan: Plan) -> str:
+    """gen:1 lets the trainer write two seconds after gen:0 has, which is too long for that. Returns what the trainer says."""
+    from mcore_reshard.kernels.errors import TransferError
+
+    signals, end = end_and_signals(number, address, plan)
+    if signals.rank_name == "train:0":
+        signals.timeout_s, end._pushes.launch = 1.0, MagicMock(side_effect=AssertionError("it must not write"))
+    if signals.rank_name == "gen:1":
+        time.sleep(2.0)
+    said = ""
+    try:
+        end.run(1)
+    except TransferError as error:
+        said = str(error)
+    end.end_writes()
+    signals.close()
+    return said if number == 0 else ""
+
+
+def test_who_has_waited_for_longer_than_the_deadline_is_not_written() -> None:
+    case = Case("tiny-qwen3", "tp=1", "tp=2", dtypes=("bf16", "fp8"), block=(8, 8))
+    said, *_ = values(run_ranks(3, come_late, case.plan(), timeout_s=60.0))
+    assert "train:0 waiting for gen:0" in said and "it was ready 2 s ago, others are only now" in said
