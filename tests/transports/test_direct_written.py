@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_reshard.kernels.errors import PeerLostError, Waiting
+from mcore_reshard.kernels.errors import DeadlineError, PeerLostError, Waiting
 
 reason = "needs cuda-core"
 ends = pytest.importorskip("mcore_reshard.kernels.transports.direct.ends", reason=reason, exc_type=ImportError)
 slots = pytest.importorskip("mcore_reshard.kernels.transports.direct.slots", reason=reason, exc_type=ImportError)
+pushes = pytest.importorskip("mcore_reshard.kernels.transports.direct.pushes", reason=reason, exc_type=ImportError)
 NBYTES = 4096
 
 
@@ -61,3 +62,23 @@ def test_bytes_count_as_written_from_the_first_launch_on(
         failing.run(1)
     assert launched == [NBYTES] * launches, "all count before the GPU may write one"
     assert failing.written_bytes == (NBYTES if launches else 0)
+
+
+@pytest.mark.parametrize(("is_settled", "written"), [(False, 0), (True, NBYTES)])
+def test_bytes_count_as_written_once_sources_may_write(
+    monkeypatch: pytest.MonkeyPatch, is_settled: bool, written: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    failing, target = reader(0, []), pushes.Target.__new__(pushes.Target)
+
+    def settle(events: Any) -> None:
+        assert failing.written_bytes == 0
+        if not is_settled:
+            raise DeadlineError(Waiting("gen:0", "train:0", 0, "w", False), "the engine is busy")
+
+    failing._slots._rounds, failing._target = [], target
+    target._signals, target._device, target._peers = failing._signals, failing._device, failing._signals.peers
+    target._settling, target._settled = SimpleNamespace(wait=settle), SimpleNamespace(record=lambda stream: None)
+    with pytest.raises((DeadlineError, PeerLostError)):
+        failing.run(1)
+    assert failing.written_bytes == written

@@ -222,6 +222,7 @@ class Reader:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         if self._target is not None:
             self._target.settle()
+            self._target.await_settled()
             self._note_writes()
             self._target.admit(run)
         self._slots.rounds(run, self._note_writes, after_round)

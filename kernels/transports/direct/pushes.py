@@ -181,9 +181,12 @@ class Target:
         """Note what is queued on the caller's stream by now."""
         self._settled.record(torch.cuda.current_stream(self._device))
 
-    def admit(self, run: int) -> None:
-        """Let others write here, once what was noted is done."""
+    def await_settled(self) -> None:
+        """Wait until what was noted is done."""
         self._settling.wait(dict.fromkeys(self._peers, self._settled))
+
+    def admit(self, run: int) -> None:
+        """Let others write here."""
         self._awaited = run
         self._signals.tell(run, Signal.READY, self._peers)
 

@@ -94,6 +94,7 @@ class Replica:
     def _push(self, run: int, landed: torch.cuda.Event) -> None:
         """Queue the next wave, which begins when it has `landed`. Before the first one, all ranks let others write."""
         if not self._admits:
+            self._target.await_settled()
             self._admits = True
             self._target.admit(run)
             self._pushes.begin(run)
