@@ -79,7 +79,7 @@ def cut_gather(
     cast_tiles = cut_cast_tiles(cast[left], addresses, casts, tile_bytes)
     cast_tiles["box"]["copy"] = left[cast_tiles["box"]["copy"]]
     scales = scale_blocks(computed, addresses.tolist(), elements)
-    alone = np.isin(scales["scale"], blocks_of(blocks)["scale"], invert=True)
+    alone = ~_are_among(scales["scale"], blocks_of(blocks)["scale"])
     return GatherTables(scales[alone], blocks, cut_tiles(plain, addresses, tile_bytes), cast_tiles)
 
 
@@ -145,6 +145,14 @@ def blocks_of(tiles: NDArray[np.void]) -> NDArray[np.void]:
     blocks["columns"] = _WIDE * np.minimum(wide[owner], row_words[owner] - first)
     blocks["word_elements"] = _WIDE
     return blocks
+
+
+def _are_among(values: NDArray[np.uint64], others: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """As `np.isin`, which is several times as slow for a million addresses."""
+    if not len(others):
+        return np.zeros(len(values), bool)
+    others = np.sort(others)
+    return np.asarray(others[np.minimum(np.searchsorted(others, values), len(others) - 1)] == values)
 
 
 def _are_first(scales: Ints, count: Ints) -> NDArray[np.bool_]:
