@@ -96,7 +96,7 @@ _TIMED_DIRECT = {
     ),
     "map": (f"{_KEPT}.Kept.export", f"{_KEPT}.Mappings.addresses"),
     "tables": tuple(f"{_ENDS}.{name}" for name in ("peer_table", "Waves")),
-    "checks": (f"{_ENDS}.tile_problems",),
+    "checks": ("mcore_reshard.kernels.transports.direct.pull.Waves.problems",),
 }
 
 
