@@ -7,7 +7,7 @@ a push    from the own tensors into those of generation ranks; a training rank c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import numpy as np
@@ -48,11 +48,6 @@ class PeerTable:
     @property
     def there(self) -> End:
         return "src" if self.here == "dst" else "dst"
-
-    def in_order(self, order: Ints) -> PeerTable:
-        """The same copies in another order."""
-        columns = ("copies", "peer", "stage", "transfer_group", "member", "number", "transfer")
-        return replace(self, **{name: getattr(self, name)[order] for name in columns})
 
 
 def peer_table(schedule: Schedule) -> PeerTable:

@@ -48,8 +48,8 @@ class GatherTables(NamedTuple):
 
     scales: NDArray[np.void]  # dtype BLOCK: of weights that it computes scales of, where `blocks` do not
     blocks: NDArray[np.void]  # dtype CAST_TILE: of whole blocks, whose scales are computed
-    plain: NDArray[np.void]  # dtype TILE
     cast: NDArray[np.void]  # dtype CAST_TILE
+    plain: NDArray[np.void]  # dtype TILE; they may copy the scales
 
 
 def split_casts(copies: NDArray[np.void], casts: Casts) -> tuple[NDArray[np.void], NDArray[np.void]]:
@@ -80,7 +80,7 @@ def cut_gather(
     cast_tiles["box"]["copy"] = left[cast_tiles["box"]["copy"]]
     scales = scale_blocks(computed, addresses.tolist(), elements)
     alone = ~_are_among(scales["scale"], blocks_of(blocks)["scale"])
-    return GatherTables(scales[alone], blocks, cut_tiles(plain, addresses, tile_bytes), cast_tiles)
+    return GatherTables(scales[alone], blocks, cast_tiles, cut_tiles(plain, addresses, tile_bytes))
 
 
 def cut_whole_blocks(

@@ -177,7 +177,7 @@ class DeviceGather:
         tables = cut_gather(copies, addresses, casts, tile_bytes, computes=computes, elements=elements)
         self._computes = {index: casts[index] for index in computes}
         self._elements = elements
-        self._parts: dict[str, DeviceTable] = {}
+        self._parts: dict[str, DeviceTable] = {}  # in the order in which they are walked
         of_blocks = KernelShape(shape.ctas, _BLOCK_THREADS, batch=MOST_ELEMENTS // _BLOCK_THREADS // 8)
         for name, table, kernel, of_kernel in (
             ("scales", tables.scales, "block_scales", _SCALE_SHAPE),

@@ -1,12 +1,12 @@
 """What a rank keeps from one connection to the next, so that a change of replicas costs only what has changed.
 
-    a source    the export of its own memory       while the tensors, and the allocations they lie in, are the same
-    a reader    the exports of each peer           while the peer's process is the same; the peer names one by its digest
-                the peer's allocations, mapped     while the peer's process lives, and exports them
+    who exports    the export of its own memory      while the tensors, and the allocations they lie in, are the same
+    who maps       the exports of each peer          while the peer's process is the same; the peer names one by its digest
+                   the peer's allocations, mapped    while the peer's process lives, and exports them
 
 An allocation has a serial number that its process never gives twice. So memory that was freed and allocated again is
-another allocation, also at the same address and under the same handle. A mapping is closed once nobody reads it any more.
-One that a kernel may still read, after a failure, stays mapped until the process ends.
+another allocation, also at the same address and under the same handle. A mapping is closed once nobody uses it any more.
+One that a kernel may still use, after a failure, stays mapped until the process ends.
 """
 
 from __future__ import annotations

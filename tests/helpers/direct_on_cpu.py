@@ -102,6 +102,9 @@ class CpuGather:
         self.launch_copies(stream)
 
     def launch_scales(self, stream: Any) -> None:
+        """Of no block that is cast whole, as all are taken to be here."""
+
+    def launch_copies(self, stream: Any) -> None:
         for index in self._computes:
             cast = self._casts[index]
             if cast.scales is None:
@@ -110,8 +113,6 @@ class CpuGather:
             weight = torch.from_numpy(self._bases[index][:nbytes]).view(torch.bfloat16).reshape(-1, *cast.form.matrix)
             scales = torch.cat([block_scales(each, cast.form.block).reshape(-1) for each in weight])
             self._bases[cast.scales][: 4 * len(scales)] = scales.numpy().view(np.uint8)
-
-    def launch_copies(self, stream: Any) -> None:
         run_copies(self._copies, self._bases, self._casts)
 
     def problems(self, *_: Any) -> list[str]:
@@ -198,13 +199,13 @@ def refit(
     *,
     by_pair: bool = False,
     early: bool = False,
-    sleeps: bool = False,
+    sleeping: Collection[int] = (),
     checksums: bool = False,
 ) -> tuple[str, str, dict[str, str], dict[str, int]]:
     """Rank `number` refits: (executor, end of it, digests of what it executes, wrong elements by parameter).
 
     With `by_pair` pairs in MCORE_RESHARD_UNREACHABLE go by a stand-in for nccl. `early`: replicas push all in the first wave.
-    `sleeps`: the engine's memory is such that nobody else can map it.
+    Nobody else can map the memory of engine ranks that are `sleeping`.
     """
     for name in ("cuda", "cuda.bindings", "cuda.core"):  # of this process alone, as all that follows
         sys.modules[name] = MagicMock()
@@ -224,7 +225,7 @@ def refit(
     schedule = schedule_of(plan, world, rank)  # type: ignore[arg-type]
     tensors = dict(held[number])
     slab = Slab(tensors.pop(SLAB, torch.empty(0, dtype=torch.uint8)))
-    memory = UnmappedMemory() if sleeps and world == "gen" else OneAddressSpace()
+    memory = UnmappedMemory() if world == "gen" and rank in sleeping else OneAddressSpace()
     slots.DeviceGather = pushes.DeviceGather = CpuGather  # type: ignore[misc, assignment]
     slots.torch, slots.export = slab, memory.export  # type: ignore[attr-defined, misc, assignment]
     binding.torch = slab  # type: ignore[assignment]  # scales that casts compute

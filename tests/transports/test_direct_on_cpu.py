@@ -11,6 +11,7 @@ from helpers.ranks import run_ranks, values
 
 from mcore_reshard.kernels.copies.executed import first_difference
 from mcore_reshard.kernels.transports.peer_access import UNREACHABLE_VARIABLE
+from mcore_reshard.planner.layout.megatron import MegatronBuild
 
 MOE = Case("tiny-qwen3-moe", "tp=2,ep=2", "tp=2")
 ONE_TO_THREE = Case("tiny-qwen3", "tp=1", "dp=3")
@@ -23,11 +24,12 @@ SOME_CAST = Case(
 PIPELINED_CAST = Case("tiny-qwen3-moe", "pp=2", "tp=1", dtypes=("bf16", "fp8"), block=(8, 16))
 CAST_TO_TWO = Case("tiny-qwen3-moe", "tp=2,ep=2", "tp=2", dtypes=("bf16", "fp8"), block=(8, 16))
 NARROWED = Case("tiny-qwen3", "tp=2", "tp=1", dtypes=("fp32", "bf16"))
+STACKED = Case("tiny-qwen3-moe", "tp=2,ep=2", "tp=2", MegatronBuild(experts="stacked"), dtypes=("fp32", "bf16"))
 ON_ONE_HOST = Case("tiny-qwen3", "tp=1", "dp=4", machine="h200-8,gpus=8", hosts="train=a*1,gen=a*4@1")
 THREE_HOPS = Case("tiny-qwen3", "tp=2", "tp=1,dp=4", machine="h200-8,gpus=2")
 
 
-def refitted(case: Case, unreachable: str | None = None, waves: int = 5, **how: bool) -> tuple[list[str], list[str]]:
+def refitted(case: Case, unreachable: str | None = None, waves: int = 5, **how: Any) -> tuple[list[str], list[str]]:
     """(executors, ends) of all ranks after refits without a wrong byte, of which both ends of each pair agree."""
     plan = case.plan()
     held = direct_on_cpu.of_all_ranks(plan)
@@ -43,7 +45,7 @@ def refitted(case: Case, unreachable: str | None = None, waves: int = 5, **how: 
     return [name for name, *_ in told], [end for _, end, *_ in told]
 
 
-def one_rank(number: int, address: str, plan: Any, held: Any, waves: int, how: dict[str, bool]) -> Any:
+def one_rank(number: int, address: str, plan: Any, held: Any, waves: int, how: dict[str, Any]) -> Any:
     return direct_on_cpu.refit(number, address, plan, held, waves, **how)
 
 
@@ -58,15 +60,22 @@ def test_readers_pull() -> None:
     assert refitted(MOE) == (["direct"] * 4, ["Source"] * 2 + ["Reader"] * 2)
 
 
-@pytest.mark.parametrize("case", [PIPELINED_CAST, CAST_TO_TWO, NARROWED], ids=str)
+@pytest.mark.parametrize("case", [PIPELINED_CAST, CAST_TO_TWO, NARROWED, STACKED], ids=str)
 def test_a_trainer_pushes_what_it_casts(case: Case) -> None:
     plan = case.plan()
     assert refitted(case)[1] == ["Source that pushes"] * plan.train.world + ["Reader that is written"] * plan.gen.world
 
 
-@pytest.mark.parametrize("how", ["sleeps", "checksums"])
-def test_a_reader_whose_memory_cannot_be_mapped_or_who_sums_bytes_pulls_what_is_cast_through_slots(how: str) -> None:
-    assert refitted(CAST_TO_TWO, **{how: True})[1] == ["Source"] * 2 + ["Reader"] * 2
+@pytest.mark.parametrize("how", [{"sleeping": {0, 1}}, {"checksums": True}], ids=["sleep", "checksums"])
+def test_a_reader_whose_memory_cannot_be_mapped_or_who_sums_bytes_pulls_casts_through_slots(
+    how: dict[str, Any],
+) -> None:
+    assert refitted(CAST_TO_TWO, **how)[1] == ["Source"] * 2 + ["Reader"] * 2
+
+
+def test_a_source_casts_for_readers_of_both_kinds() -> None:
+    ends = ["Source that pushes"] * 2 + ["Reader", "Reader that is written"]
+    assert refitted(CAST_TO_TWO, sleeping={0})[1] == ends
 
 
 @pytest.mark.parametrize("waves", [1, 5, 64])

@@ -105,7 +105,7 @@ def pushes_of(signals: Any, peers: Any, waves: int = WAVES) -> Any:
 def target_of(signals: Any, peers: Any) -> Any:
     from mcore_reshard.kernels.transports.direct import pushes
 
-    return end_of(pushes.Target, signals, awaited=None, peers=peers)
+    return end_of(pushes.Target, signals, run=0, left=set(), peers=peers)
 
 
 def end_and_signals(number: int, address: str, plan: Plan, sleeping: frozenset[int] = frozenset()) -> tuple[Any, Any]:
@@ -315,7 +315,9 @@ def come_late(number: int, address: str, plan: Plan) -> str:
 
     signals, end = end_and_signals(number, address, plan)
     if signals.rank_name == "train:0":
-        signals.timeout_s, end._pushes.launch = 1.0, MagicMock(side_effect=AssertionError("it must not write"))
+        end._pushes.launch = MagicMock(side_effect=AssertionError("it must not write"))
+    if signals.rank_name == "gen:0":
+        signals.timeout_s = 1.0  # until when it says that it waits
     if signals.rank_name == "gen:1":
         time.sleep(2.0)
     said = ""
@@ -331,4 +333,79 @@ def come_late(number: int, address: str, plan: Plan) -> str:
 def test_who_has_waited_for_longer_than_the_deadline_is_not_written() -> None:
     case = Case("tiny-qwen3", "tp=1", "tp=2", dtypes=("bf16", "fp8"), block=(8, 8))
     said, *_ = values(run_ranks(3, come_late, case.plan(), timeout_s=60.0))
-    assert "train:0 waiting for gen:0" in said and "it was ready 2 s ago, others are only now" in said
+    assert "train:0 waiting for gen:0" in said and "it gave up 1 s before others were ready" in said
+
+
+TWO_STAGES = Case("tiny-qwen3-moe", "pp=2", "tp=1", dtypes=("bf16", "fp8"), block=(8, 16))
+TWO_READERS = Case("tiny-qwen3-moe", "tp=2,ep=2", "tp=2", dtypes=("bf16", "fp8"), block=(8, 16))
+
+
+def lose_a_source_while_written(number: int, address: str, plan: Plan, is_ready: bool) -> str:
+    """train:1 dies, once it is ready or before, while train:0 still writes. Returns what gen:0 knows when it has closed."""
+    from mcore_reshard.kernels.errors import TransferError
+
+    signals, end = end_and_signals(number, address, plan)
+    name, store, said = signals.rank_name, signals.store, ""
+
+    def write(events: Any) -> None:
+        store.set("writing", "")
+        time.sleep(WRITES_S)
+        store.set("written", "")
+
+    if name == "train:0":
+        end._pushes._pushing.wait = write
+    elif name == "train:1":
+        store.wait(["writing"])
+        end._pushes.end = MagicMock(side_effect=OSError("on fire"))
+    try:
+        if name != "train:1" or is_ready:
+            end.run(1)
+    except (OSError, TransferError):
+        if name == "gen:0":
+            end.end_writes()
+            said = "no more writes" if store.check(["written"]) else "still written"
+    signals.close()
+    store.set(f"over/{number}", "")
+    store.wait([f"over/{other}" for other in range(3)])
+    return said
+
+
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_a_reader_that_loses_one_source_waits_for_what_others_write(is_ready: bool) -> None:
+    said = values(run_ranks(3, lose_a_source_while_written, TWO_STAGES.plan(), is_ready, timeout_s=60.0))
+    assert said == ["", "", "no more writes"]
+
+
+def leave_before_others_come(number: int, address: str, plan: Plan) -> str:
+    """gen:0 fails once it may be written, and leaves; gen:1 comes later. Returns what trainers say."""
+    from mcore_reshard.kernels.errors import TransferError
+
+    signals, end = end_and_signals(number, address, plan)
+    from mcore_reshard.kernels.transports.direct import pushes
+
+    store, said = signals.store, ""
+    pushes.CLOSE_S = 1.0  # of this process
+    if signals.rank_name == "gen:0":
+        end._slots.rounds = MagicMock(side_effect=OSError("on fire"))
+    elif signals.rank_name == "gen:1":
+        store.wait(["left"])
+        time.sleep(0.5)  # until gloo has noticed
+    else:
+        end._pushes.launch = MagicMock(side_effect=AssertionError("it must not write"))
+    try:
+        end.run(1)
+    except (OSError, TransferError) as error:
+        said = f"{error}" if end._pushes is not None else ""
+    if signals.rank_name == "gen:0":
+        end.end_writes()
+        signals.close()
+        store.set("left", "")
+    signals.close()
+    store.set(f"over/{number}", "")
+    store.wait([f"over/{other}" for other in range(4)])
+    return said
+
+
+def test_who_has_left_is_not_written() -> None:
+    said = values(run_ranks(4, leave_before_others_come, TWO_READERS.plan(), timeout_s=60.0))
+    assert ["gen:0" in each for each in said] == [True, True, False, False], said

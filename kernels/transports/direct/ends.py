@@ -10,8 +10,8 @@ waits for DONE only if a pull takes long: when a reader dies its connection clos
 
 Weights that are cast on the way, and their scales, are written by the source, while everything else is pulled (see `pushes`):
 
-    source    READY, casts into the reader's memory    DONE
-    reader    READY: it may be written
+    reader    READY: it may be written                           pulls the rest
+    source                                casts into it, READY                     DONE
 
 Through slots at the source (see `staging` and `slots`) go those of a reader whose memory others cannot map, or who passes
 them on as they land, or sums what it reads. They go first. The source is READY for it once all casts are queued, since events
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
@@ -40,6 +41,7 @@ from mcore_reshard.kernels.cuda.ipc import export_event, open_event, withdraw_ev
 from mcore_reshard.kernels.errors import TransportUnavailable
 from mcore_reshard.kernels.rendezvous.polling import CLOSE_S, EventPoller
 from mcore_reshard.kernels.transports.kept import Kept
+from mcore_reshard.planner.model.precision import FP8
 from mcore_reshard.planner.plan.schedule import Schedule
 
 from .event_wait import EventWait
@@ -81,22 +83,26 @@ class Source:
         self.scratch_bytes, self.table_bytes = self._slots.scratch_bytes, self._slots.table_bytes
         self._pushes: Pushes | None = None
         if written:
-            pushed = bound.rows(cast.with_peers(written))
-            self._pushes = Pushes(pushed, partial(CastWave, pushed), signals, kept, prefix=_CASTS)
+            with ExitStack() as opened:
+                opened.callback(self._slots.close)
+                pushed = bound.rows(cast.with_peers(written))
+                self._pushes = Pushes(pushed, partial(CastWave, pushed), signals, kept, prefix=_CASTS)
+                opened.pop_all()
             self.executed += self._pushes.executed
             self.table_bytes += self._pushes.table_bytes
 
     def run(self, run: int) -> None:
         self._hear_done()  # of the run before: it came long ago
         readers = self._slots.readers  # their GPUs wait for this one's casts
-        settled = torch.cuda.current_stream(self._device).record_event()
-        if self._pushes is not None:  # whom it writes waits for nobody else
+        settled, others = torch.cuda.current_stream(self._device).record_event(), self._signals.peers.keys() - readers
+        if self._pushes is not None:
             self._pushes.prepare(settled)
-            self._settling.wait(dict.fromkeys(self._pushes.peers, settled))  # so that what is queued now runs at once
+        if others:
+            self._settling.wait(dict.fromkeys(others, settled))
+        if self._pushes is not None:  # now, as a GPU that is idle does at once what is queued
             self._pushes.begin(run)
             self._pushes.launch(settled)
-        if others := self._signals.peers.keys() - readers:  # first: a replica that is cast for may wait for one of them
-            self._settling.wait(dict.fromkeys(others, settled))
+        if others:  # first: a replica that is cast for may wait for one of them
             self._signals.tell(run, Signal.READY, others)
         if self._slots.stream is not None:
             self._slots.rounds(run)
@@ -117,7 +123,7 @@ class Source:
             self._signals.hear(run, Signal.DONE)
 
     def end_writes(self) -> None:
-        """After a failure: returns once this rank writes no more."""
+        """Returns once this rank writes no more, and has unmapped what it wrote."""
         if self._pushes is not None:
             self._pushes.close()
 
@@ -163,9 +169,9 @@ class Reader:
         self._mappings, self._slot_mappings = kept.mappings(device), kept.mappings(device, stay=False)
         if not all(map(is_plain, bound.tensors)):  # in virtual memory a row may go through several allocations
             options = replace(options, engine_share=0.0)
-        signals.publish(is_written, prefix=_WRITTEN)
         self._target: Target | None = None
         try:
+            signals.publish(is_written, prefix=_WRITTEN)
             if is_written:
                 self._target = Target(bound.rows(cast), signals, kept, prefix=_CASTS)
                 cast = cast.with_peers(())
@@ -254,7 +260,7 @@ class Reader:
         self._slots.check_sums()
 
     def end_writes(self) -> None:
-        """After a failure: returns once this rank is written no more."""
+        """Returns once this rank is written no more."""
         if self._target is not None:
             self._target.close()
 
@@ -274,14 +280,19 @@ def _may_be_written(bound: BoundSchedule, cast: Schedule, options: DirectOptions
     """Whether training ranks can write what they cast straight into a rank's memory.
 
     Not where it passes on what lands, which it would not notice; nor where it sums what it reads. vLLM's sleep mode, for
-    one, has the weights in memory that no other process can map. A cast moves rows: their elements must lie together here.
+    one, has the weights in memory that no other process can map.
     """
-    used = {int(box) for table in cast.tables for box in np.unique(table.strided_box)}
-    has_rows = all(cast.strided_boxes[box].strides[-1:] in ((), (1,)) for box in used)
-    if cast.relayed or options.checksums or not has_rows:
+    if cast.relayed or options.checksums or not _has_rows(cast):
         return False
     try:
         kept.export(bound.by_name)
     except TransportUnavailable:
         return False
     return True
+
+
+def _has_rows(cast: Schedule) -> bool:
+    """Whether the elements of each row lie together here, as casts in blocks need; no engine that we know has others."""
+    in_blocks = [number for number, local in enumerate(cast.tensors) if local.dtype == FP8]
+    used = [np.unique(table.strided_box[np.isin(table.tensor, in_blocks)]).tolist() for table in cast.tables]
+    return all(cast.strided_boxes[box].strides[-1:] in ((), (1,)) for boxes in used for box in boxes)

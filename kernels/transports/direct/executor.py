@@ -4,6 +4,7 @@ Training ranks export their allocations once. Each generation rank maps what it 
 refit pulls everything with one kernel launch, beside which a copy engine takes large copies (see `pull`). It takes from
 all stages and sources. The order differs from receiver to receiver, so that no source has to serve all of them at once.
 The signals by which both ends keep order: see `ends`. Replicas that pass on what they read push it: see `replica`.
+Training ranks push what they cast: see `pushes`.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class DirectExecutor:
     def run(self) -> tuple[StageReport, ...]:
         """Move every byte once. Raises `DeadlineError`, `PeerLostError` or `ChecksumError`.
 
-        After an error on a training rank its readers may go on reading until the session is closed everywhere.
+        After an error on one end the other may go on, reading or writing, until the session is closed everywhere.
         """
         if self._closed:
             raise SessionError(f"{self._bound.rank_name}: this executor is closed; begin a new session")
@@ -101,7 +102,7 @@ class DirectExecutor:
         return self._end.written_bytes
 
     def close(self) -> None:
-        """Unmap the sources and end the connections: peers that wait get `PeerLostError`. May be called twice."""
+        """End writes, unmap peers' memory, and close the connections: who waits gets `PeerLostError`. May be called twice."""
         self._closed = True
         with ExitStack() as closing:  # the last one first
             if self._own_kept is not None:

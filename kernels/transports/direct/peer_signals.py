@@ -22,7 +22,7 @@ from mcore_reshard.kernels.transports.group_ranks import group_names, peer_group
 
 T = TypeVar("T")
 
-_MESSAGE = struct.Struct("<qqq")  # run, signal, when it was sent by the clock of the host (`time.monotonic_ns`)
+_MESSAGE = struct.Struct("<qqq")  # run, signal, until when its sender waits by the host's clock (`time.monotonic_ns`)
 
 
 class Signal(IntEnum):
@@ -30,7 +30,7 @@ class Signal(IntEnum):
 
     READY = (
         -1
-    )  # a source, and who is written: all that it has queued is done; of casts through slots, that all are queued
+    )  # a source, and who is written: all that it had queued is done; of a source's slots: all casts are queued
     STARTED = -2  # a reader: its pull is queued, and the event after it recorded
     DONE = -3  # a reader: its pull has ended; who pushes: everything is written
     CAST = -4  # a source that casts: all casts are done
@@ -79,31 +79,46 @@ class PeerSignals:
                 self._unawaited[peer] = self._send(run, signal, peer)
 
     def _send(self, run: int, signal: int, peer: int) -> GlooMessage:
-        content = torch.frombuffer(bytearray(_MESSAGE.pack(run, signal, time.monotonic_ns())), dtype=torch.uint8)
+        until = time.monotonic_ns() + int(1e9 * self.timeout_s)
+        content = torch.frombuffer(bytearray(_MESSAGE.pack(run, signal, until)), dtype=torch.uint8)
         return self._group.send(content, peer_group_rank(self._bound.schedule, peer), self.peers[peer])
 
-    def hear(
-        self, run: int, signal: int, peers: Collection[int] | None = None, *, timeout_s: float | None = None
-    ) -> dict[int, float]:
-        """Wait until `peers`, by default all, have sent `signal`; with `timeout_s`, no longer than that for each.
+    def hear(self, run: int, signal: int, peers: Collection[int] | None = None) -> dict[int, float]:
+        """Wait until `peers`, by default all, have sent `signal`. Returns for how many seconds each goes on waiting."""
+        until: dict[int, int] = {}
+        try:
+            for peer in self.peers if peers is None else peers:
+                *heard, until[peer] = self._take(peer)
+                if heard != [run, signal]:
+                    raise TransferError(
+                        self.peers[peer], f"[run, signal] {heard} came in place of {[run, int(signal)]}"
+                    )
+        finally:
+            self._listen(until)
+        return {peer: (moment - time.monotonic_ns()) / 1e9 for peer, moment in until.items()}
 
-        Returns how many seconds ago each has sent it.
-        """
-        if peers is None:
-            peers = self.peers
-        sent = {}
+    def hear_last(self, run: int, signal: int, peer: int, timeout_s: float) -> None:
+        """Wait no longer than that until a peer has sent `signal`, whatever it sends before."""
+        deadline, heard = time.monotonic() + timeout_s, [-1, 0]
+        while heard != [run, signal]:
+            *heard, _ = self._take(peer, max(0.01, deadline - time.monotonic()))
+            self._listen([peer])
+
+    def check_here(self, peers: Collection[int]) -> None:
+        """Raise `PeerLostError` for a peer that had left when its last signal was taken."""
         for peer in peers:
-            buffer, message = self._posted[peer]
-            if isinstance(message, PeerLostError):
-                raise message
-            message.wait(timeout_s)
-            *heard, sent[peer] = _MESSAGE.unpack(buffer.numpy().tobytes())
-            if heard != [run, signal]:
-                raise TransferError(self.peers[peer], f"[run, signal] {heard} came in place of {[run, int(signal)]}")
-            if (last := self._unawaited.pop(peer, None)) is not None:  # it has come
-                last.drop()
-        self._listen(peers)
-        return {peer: (time.monotonic_ns() - sent_ns) / 1e9 for peer, sent_ns in sent.items()}
+            if isinstance(lost := self._posted[peer][1], PeerLostError):
+                raise lost
+
+    def _take(self, peer: int, timeout_s: float | None = None) -> tuple[int, int, int]:
+        """The next message of a peer; the next but one is not awaited before `_listen`."""
+        self.check_here([peer])
+        buffer, message = self._posted[peer]
+        assert isinstance(message, GlooMessage)
+        message.wait(timeout_s)
+        if (last := self._unawaited.pop(peer, None)) is not None:  # it has come
+            last.drop()
+        return _MESSAGE.unpack(buffer.numpy().tobytes())  # type: ignore[return-value]
 
     def close(self) -> None:
         self._posted.clear()

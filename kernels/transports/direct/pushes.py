@@ -62,27 +62,26 @@ class Pushes:
             exports = fetch_exports(signals, kept, self.peers, prefix=prefix)
             addresses = addresses_of(self._table, bound, exports, self._mappings)
             self._copies = copies_of(self._table, addresses, device)
+            placed, name_of = PlacedCopies.of(self._table.copies, addresses), partial(parameter_of, bound, self._table)
+            problems = self._copies.problems(placed, name_of)
         except BaseException:
             self._mappings.close()
             raise
         self._queued = 0  # waves, in the run under way
         self.table_bytes = self._copies.nbytes
-        placed, name_of = PlacedCopies.of(self._table.copies, addresses), partial(parameter_of, bound, self._table)
-        problems = self._copies.problems(placed, name_of)
         self.executed = (Executed(bound, reaches=self._table, device_problems=tuple(problems)),)
 
     def prepare(self, settled: torch.cuda.Event) -> None:
         """Queue what may happen before others may be written, once `settled` has happened: scales of casts."""
-        self._queued = 0
         self._stream.wait_event(settled)
         self._copies.prepare(self._stream)
 
     def begin(self, run: int) -> None:
-        """Wait until all who are written are ready. Raises `DeadlineError` where one has waited too long for the others."""
-        self._queued = 0
-        for peer, seconds in self._signals.hear(run, Signal.READY, self.peers).items():
-            if seconds > self._signals.timeout_s:  # it has given up, or is about to
-                raise DeadlineError(self._signals.peers[peer], f"it was ready {seconds:.0f} s ago, others are only now")
+        """Wait until all who are written are ready. Raises an error where one of them has given up meanwhile, or left."""
+        for peer, left_s in self._signals.hear(run, Signal.READY, self.peers).items():
+            if left_s < 0:
+                raise DeadlineError(self._signals.peers[peer], f"it gave up {-left_s:.0f} s before others were ready")
+        self._signals.check_here(self.peers)
 
     def launch(self, landed: torch.cuda.Event) -> None:
         """Queue the next wave, which begins when it has `landed`."""
@@ -96,6 +95,7 @@ class Pushes:
         assert self._queued >= len(self._copies), "something was never pushed"
         self._pushed.record(self._stream)
         self._pushing.wait(dict.fromkeys(self.peers, self._pushed))
+        self._queued = 0
         check_sums(self._bound, self._table, self._copies.damaged(), self._signals)
 
     def close(self) -> None:
@@ -173,7 +173,7 @@ class Target:
         self._peers = bound.schedule.peers
         self._settling = EventWait(signals, "what was queued before the refit")
         self._settled = torch.cuda.Event()
-        self._awaited: int | None = None  # the run in which others may write here still
+        self._run, self._left = 0, set[int]()  # the last run, and who may write here still
         share_memory(signals, kept, bound.by_name, prefix=prefix)
         self.executed = (Executed(bound, exposed=bound.schedule),)
 
@@ -187,21 +187,19 @@ class Target:
 
     def admit(self, run: int) -> None:
         """Let others write here."""
-        self._awaited = run
+        self._run, self._left = run, {*self._peers}
         self._signals.tell(run, Signal.READY, self._peers)
 
     def end(self, run: int) -> None:
         """Wait until others have written everything."""
-        self._signals.hear(run, Signal.DONE, self._peers)
-        self._awaited = None
+        for peer in self._peers:
+            self._signals.hear(run, Signal.DONE, [peer])
+            self._left.discard(peer)
 
     def close(self) -> None:
         """Returns once this rank is written no more. After a failure it waits CLOSE_S at most."""
-        run, self._awaited = self._awaited, None
-        if run is None:
-            return
         deadline = time.monotonic() + CLOSE_S
-        for peer in self._peers:  # each says that it is done, or closes the connection when it is
+        while self._left:  # each says that it is done, or closes the connection when it is
             with suppress(TransferError):
-                left_s = max(0.01, deadline - time.monotonic())
-                self._signals.hear(run, Signal.DONE, [peer], timeout_s=left_s)
+                peer = self._left.pop()
+                self._signals.hear_last(self._run, Signal.DONE, peer, deadline - time.monotonic())
