@@ -25,6 +25,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -73,7 +74,7 @@ class Source:
         parse = partial(open_event, device=self._device)
         self._read = {peer: signals.fetch(peer, parse) for peer in signals.peers}  # happened: the last pull has ended
         plain, cast = parted(bound.schedule)
-        written = {peer for peer in cast.peers if signals.fetch(peer, bool, prefix=_WRITTEN)}
+        written = {peer for peer in cast.peers if signals.fetch(peer, _parse_written, prefix=_WRITTEN)}
         self._slots = SlotSource(bound, cast.with_peers(cast.peers - written), signals, scratch_bytes)
         plain, cast = parted(bound.schedule, written)
         problems = tuple(self._slots.problems)
@@ -296,3 +297,9 @@ def _has_rows(cast: Schedule) -> bool:
     in_blocks = [number for number, local in enumerate(cast.tensors) if local.dtype == FP8]
     used = [np.unique(table.strided_box[np.isin(table.tensor, in_blocks)]).tolist() for table in cast.tables]
     return all(cast.strided_boxes[box].strides[-1:] in ((), (1,)) for boxes in used for box in boxes)
+
+
+def _parse_written(said: Any) -> bool:
+    if not isinstance(said, bool):
+        raise ValueError("neither true nor false")
+    return said
