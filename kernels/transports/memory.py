@@ -40,7 +40,7 @@ from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.schedule import Schedule, View, World
 from mcore_reshard.planner.topology.topology import Topology
 
-from .direct.staging import PUSHED_TILE_BYTES, SLOTS, divide_slots, parted, with_other_end
+from .direct.staging import PUSHED_TILE_BYTES, SLOTS, divide_slots, has_slots, parted, with_other_end
 from .nccl.buffers import buffer_bytes
 from .nccl.shared_gpus import SharedGpus
 from .nccl.staging import (
@@ -197,13 +197,13 @@ def _direct(
     slot_buckets = {  # bytes, of each training rank with slots
         rank: bucket_bytes_within(options.scratch_bytes, len(part.peers), SLOTS)
         for rank, part in parts.items()
-        if part.peers and _has_slots(part, options)
+        if part.peers and has_slots(part, options.checksums)
     }
     bucket_bytes = {rank: slot_buckets.get(counted, 0) for rank, counted in enumerate(alike["train"].tolist())}
     train = {}
     for rank, (schedule,) in schedules["train"].items():
         part, own = parts[rank], _of_trainer(schedule, options)
-        if _has_slots(part, options):
+        if has_slots(part, options.checksums):
             slots, buckets = divide_slots(part, options.scratch_bytes)
             rounds = (joined([bucket.copies for bucket in together]) for together in in_rounds(buckets))
             tables = _casting_bytes(schedule, rounds)
@@ -233,7 +233,7 @@ def _pull_bytes(
 ) -> int:
     """The tables by which a generation rank pulls. `bucket_bytes` are those of each training rank's slots."""
     plain, cast = parted(schedule)
-    if not _has_slots(cast, options):
+    if cast.peers and not has_slots(cast, options.checksums):
         plain, _ = parted(schedule, cast.peers)
         cast = cast.with_peers(())
     table = peer_table(plain)
@@ -398,11 +398,6 @@ def _gather_bytes(schedule: Schedule, buckets: Sequence[Bucket]) -> int:
     tables = cut_gather(joined([bucket.copies for bucket in buckets]), bases, casts, DEFAULT_TILE_BYTES)
     elements = [prod(local.shape) for local in schedule.tensors]
     return sum(table.nbytes for table in tables) + scale_blocks(casts, [0] * len(elements), elements).nbytes
-
-
-def _has_slots(cast: Schedule, options: Options) -> bool:
-    """Whether what a training rank casts over `direct` goes through slots: see `direct.ends`."""
-    return cast.relayed or options.checksums
 
 
 def _casting_bytes(schedule: Schedule, rounds: Iterable[NDArray[np.void]], tile_bytes: int = DEFAULT_TILE_BYTES) -> int:

@@ -233,7 +233,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class OtherEndView(View):
-    """A view that has its source table, and what the rank holds if a plan says so."""
+    """A view that has its other end, and what the rank holds if a plan says so."""
 
     table: OtherEnd
     of_rank: View | None = None

@@ -21,9 +21,8 @@ from mcore_reshard.session.part import RankOfPlan
 from mcore_reshard.session.places import own_place
 from mcore_reshard.session.plan_exchange import publish_plan
 
-CASE = Case(
-    "tiny-llama", "tp=2", "tp=1,dp=4", changes=TWO_LAYERS
-)  # three replicas or more pass on what they have received
+# Three replicas or more pass on what they have received.
+CASE = Case("tiny-llama", "tp=2", "tp=1,dp=4", changes=TWO_LAYERS)
 OPTIONS = Options(transport="gloo", timeout_s=20.0)
 
 

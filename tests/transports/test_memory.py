@@ -139,7 +139,7 @@ COUNTED: dict[tuple[str, str, bool, float, int], dict[str, list[RankMemory]]] = 
 
 def counted_for(file: str, case: Case, *, checksums: bool) -> dict[str, list[RankMemory]]:
     """By transport, both worlds together; each workload is counted once."""
-    key = file, case.name, checksums, memory._has_slots, memory.ENGINE_SHARE, planner._LARGEST_OF_SMALL_MODELS
+    key = file, case.name, checksums, memory.has_slots, memory.ENGINE_SHARE, planner._LARGEST_OF_SMALL_MODELS
     if key not in COUNTED:
         transports = session_memory(case.plan(), Options(checksums=checksums)).transports
         COUNTED[key] = {name: [*chain.from_iterable(worlds.values())] for name, worlds in transports.items()}
@@ -170,7 +170,7 @@ def test_gpus_held_what_is_counted(
     if row["date"] < "2026-11-25" or "engine_percent=0" in row["method"]:  # before copy engines helped
         monkeypatch.setattr(memory, "ENGINE_SHARE", 0.0)
     if row["date"] < "2026-11-27":  # before trainers pushed what they cast
-        monkeypatch.setattr(memory, "_has_slots", lambda cast, options: True)
+        monkeypatch.setattr(memory, "has_slots", lambda cast, checksums: True)
     if row["date"] < "2026-11-26":  # before small models were cut finer
         monkeypatch.setattr(planner, "_LARGEST_OF_SMALL_MODELS", planner._LARGEST_OVERLAP)
     ranks = counted_for(file, case, checksums="checksums" in row["method"])[method]

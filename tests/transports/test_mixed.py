@@ -26,9 +26,8 @@ RELAYED_CAST = Case("tiny-qwen3-moe", "tp=1", "dp=3", dtypes=("bf16", "fp8"), bl
 ALONE = Case("tiny-qwen3-moe", "tp=1", "tp=1")
 PIPELINED = Case("tiny-qwen3-moe", "pp=2", "tp=1")
 PIPELINED_CAST = Case("tiny-qwen3-moe", "pp=2", "tp=1", dtypes=("bf16", "fp8"), block=(8, 16))
-RELAYED_HOSTS = Case(
-    "tiny-qwen3-moe", "tp=2,ep=2", "tp=2,dp=3", changes=TWO_LAYERS, machine="h200-8,gpus=2"
-)  # and within each, shared
+# Between hosts, and within each, shared.
+RELAYED_HOSTS = Case("tiny-qwen3-moe", "tp=2,ep=2", "tp=2,dp=3", changes=TWO_LAYERS, machine="h200-8,gpus=2")
 TRAINER_BESIDE = Case("tiny-qwen3-moe", "tp=1", "dp=3", machine="h200-8,gpus=2", hosts="train=a*1,gen=a*1@1+b*1+c*1")
 NO_OPTIONS: Mapping[str, Any] = {}
 TRAINER_ALONE = "train:0-gen:0,train:0-gen:1,train:0-gen:2"

@@ -51,7 +51,7 @@ from .pull import DirectOptions, Waves, check_sums, parameter_of, read_by_engine
 from .pushes import CastWave, Pushes, Target
 from .shared_memory import addresses_of, fetch_exports, share_memory
 from .slots import SlotReader, SlotSource
-from .staging import parted, with_other_end
+from .staging import has_slots, parted, with_other_end
 from .waves import landing_waves, pushing_waves
 
 # Of the keys under which readers say whether sources write what they cast, and where.
@@ -76,7 +76,8 @@ class Source:
         plain, cast = parted(bound.schedule)
         written = {peer for peer in cast.peers if signals.fetch(peer, _parse_written, prefix=_WRITTEN)}
         self._slots = SlotSource(bound, cast.with_peers(cast.peers - written), signals, scratch_bytes)
-        plain, cast = parted(bound.schedule, written)
+        if written:
+            plain, cast = parted(bound.schedule, written)
         problems = tuple(self._slots.problems)
         executed = Executed(bound, buckets=self._slots.buckets, exposed=plain, device_problems=problems)
         self.executed: tuple[Executed, ...] = (executed,)
@@ -283,7 +284,7 @@ def _may_be_written(bound: BoundSchedule, cast: Schedule, options: DirectOptions
     Not where it passes on what lands, which it would not notice; nor where it sums what it reads. vLLM's sleep mode, for
     one, has the weights in memory that no other process can map.
     """
-    if cast.relayed or options.checksums or not _has_rows(cast):
+    if has_slots(cast, options.checksums) or not _has_rows(cast):
         return False
     try:
         kept.export(bound.by_name)

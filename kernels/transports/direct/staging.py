@@ -74,6 +74,11 @@ def parted(schedule: Schedule, with_scales: Collection[int] = ()) -> tuple[Sched
     return schedule.with_rows([~mask for mask in masks]), schedule.with_rows(cast_rows)
 
 
+def has_slots(cast: Schedule, checksums: bool) -> bool:
+    """Whether casts go through slots although readers' memory can be mapped: readers pass them on, or sum what they read."""
+    return cast.relayed or checksums
+
+
 def _by_tensor(table: TransferTable, source: NDArray[np.int32], mask: NDArray[np.bool_]) -> NDArray[np.int64]:
     """The transfers of `mask`, those of one tensor at the source together, expert by expert; both ends order them alike.
 
