@@ -54,7 +54,7 @@ from .nccl.staging import (
     slot_bytes,
 )
 from .reach import joined_hops, shared_gpus
-from .rounds import bucket_bytes_within, gloo_window, in_parts, in_rounds
+from .rounds import gloo_window, in_parts, in_rounds
 
 _PLACE = 1 << 40  # bytes between two tensors, where it is counted what executors would do
 _FEW_TRANSFERS = 50_000  # of a plan up to which every rank is counted
@@ -193,32 +193,40 @@ def _direct(
     Replicas push what they pass on, or pull it from each other. Engine ranks are taken to be such that training ranks can
     write what they cast straight into their memory; those whose memory cannot be mapped make trainers hold slots, too.
     """
-    parts = {rank: parted(hops[0])[1] for rank, hops in schedules["train"].items()}
-    slot_buckets = {  # bytes, of each training rank with slots
-        rank: bucket_bytes_within(options.scratch_bytes, len(part.peers), SLOTS)
-        for rank, part in parts.items()
-        if part.peers and has_slots(part, options.checksums)
+    slotted = {  # of each engine rank: whether it pulls what is cast out of slots
+        rank: has_slots(
+            first,
+            checksums=options.checksums,
+            by_engine=bool(
+                _are_read_by_engine(np.array([*first.peers], int), first, first.peers, options, topology).all()
+            ),
+        )
+        for rank, (first, *_) in schedules["gen"].items()
     }
-    bucket_bytes = {rank: slot_buckets.get(counted, 0) for rank, counted in enumerate(alike["train"].tolist())}
-    train = {}
+    train, slot_buckets = {}, {}  # bytes of a bucket in slots
     for rank, (schedule,) in schedules["train"].items():
-        part, own = parts[rank], _of_trainer(schedule, options)
-        if has_slots(part, options.checksums):
-            slots, buckets = divide_slots(part, options.scratch_bytes)
-            rounds = (joined([bucket.copies for bucket in together]) for together in in_rounds(buckets))
-            tables = _casting_bytes(schedule, rounds)
-            train[rank] = replace(own, tables=tables, scratch=SLOTS * slots.slot_bytes)
-        else:
-            _, pushed = parted(schedule, part.peers)
-            train[rank] = replace(own, tables=_casting_bytes(schedule, [peer_table(pushed).copies], PUSHED_TILE_BYTES))
+        cast = parted(schedule)[1]
+        written = {peer for peer in cast.peers if not slotted[int(alike["gen"][peer])]}
+        cast = cast.with_peers(cast.peers - written)
+        slots, buckets = divide_slots(cast, options.scratch_bytes)
+        if buckets:
+            slot_buckets[rank] = slots.bucket_bytes
+        rounds = [joined([bucket.copies for bucket in together]) for together in in_rounds(buckets)]
+        pushed = peer_table(parted(schedule, written)[1].with_peers(written)).copies
+        train[rank] = replace(
+            _of_trainer(schedule, options),
+            tables=_casting_bytes(schedule, rounds) + _casting_bytes(schedule, [pushed], PUSHED_TILE_BYTES),
+            scratch=SLOTS * slots.slot_bytes,
+        )
+    bucket_bytes = {rank: slot_buckets.get(counted, 0) for rank, counted in enumerate(alike["train"].tolist())}
     gen = {}
     for rank, (first, *later) in schedules["gen"].items():
-        tables = _pull_bytes(first, bucket_bytes, options, topology)
+        tables = _pull_bytes(first, bucket_bytes, options, topology, is_slotted=slotted[rank])
         for hop in later:
             if pushes and hop.world == "train":
                 tables += _tile_bytes(peer_table(hop), options)
             elif not pushes and hop.world == "gen":
-                tables += _pull_bytes(hop, bucket_bytes, options, topology)
+                tables += _pull_bytes(hop, bucket_bytes, options, topology, is_slotted=True)
         gen[rank] = RankMemory(tables=tables)
     return {"train": train, "gen": gen}
 
@@ -229,11 +237,16 @@ def _tile_bytes(table: PeerTable, options: Options) -> int:
 
 
 def _pull_bytes(
-    schedule: Schedule, bucket_bytes: Mapping[int, int], options: Options, topology: Topology | None
+    schedule: Schedule,
+    bucket_bytes: Mapping[int, int],
+    options: Options,
+    topology: Topology | None,
+    *,
+    is_slotted: bool,
 ) -> int:
     """The tables by which a generation rank pulls. `bucket_bytes` are those of each training rank's slots."""
     plain, cast = parted(schedule)
-    if cast.peers and not has_slots(cast, options.checksums):
+    if cast.peers and not is_slotted:
         plain, _ = parted(schedule, cast.peers)
         cast = cast.with_peers(())
     table = peer_table(plain)
@@ -246,21 +259,21 @@ def _pull_bytes(
     nbytes = 0
     # The last is whose memory each part has mapped.
     for of_part, source, mapped in ((table.copies, table.peer, schedule.peers), (copies, peer, cast.peers)):
-        by_engine = np.zeros(len(of_part), bool)
-        if not (options.checksums or schedule.relayed or schedule.between_replicas):
-            by_engine = _are_on_one_other_gpu(source.astype(np.int64), mapped, schedule.rank, topology)
+        by_engine = _are_read_by_engine(source.astype(np.int64), schedule, mapped, options, topology)
         tiles, _ = divided(of_part, bases, DEFAULT_TILE_BYTES, by_engine, ENGINE_SHARE)
         nbytes += table_bytes(tiles, checksums=options.checksums)
     return nbytes
 
 
-def _are_on_one_other_gpu(
-    source: Ints, mapped: Collection[int], rank: int, topology: Topology | None
+def _are_read_by_engine(
+    source: Ints, schedule: Schedule, mapped: Collection[int], options: Options, topology: Topology | None
 ) -> NDArray[np.bool_]:
-    """[copies] whether their sources lie on another GPU than the reader, if all `mapped` ranks that do lie on the same."""
+    """[source] whether a copy engine reads from these ranks, as `read_by_engine` of executors, which map all `mapped` ranks."""
+    if options.checksums or schedule.relayed or schedule.between_replicas:
+        return np.zeros(len(source), bool)
     if topology is None:
         return np.full(len(source), len(mapped) == 1)
-    gpus, own = topology.gpus("train"), topology.gpus("gen")[rank]
+    gpus, own = topology.gpus("train"), topology.gpus("gen")[schedule.rank]
     others = {gpus[each] for each in mapped} - {own}
     return (gpus[source] != own) & (len(others) == 1)
 

@@ -201,11 +201,13 @@ def refit(
     early: bool = False,
     sleeping: Collection[int] = (),
     checksums: bool = False,
+    engine: bool = False,
 ) -> tuple[str, str, dict[str, str], dict[str, int]]:
     """Rank `number` refits: (executor, end of it, digests of what it executes, wrong elements by parameter).
 
     With `by_pair` pairs in MCORE_RESHARD_UNREACHABLE go by a stand-in for nccl. `early`: replicas push all in the first wave.
-    Nobody else can map the memory of engine ranks that are `sleeping`.
+    Nobody else can map the memory of engine ranks that are `sleeping`. `engine`: there is a copy engine, and all sources are on
+    one GPU.
     """
     for name in ("cuda", "cuda.bindings", "cuda.core"):  # of this process alone, as all that follows
         sys.modules[name] = MagicMock()
@@ -216,6 +218,7 @@ def refit(
     from mcore_reshard.kernels.transports.direct import ends, pull, pushes, replica, slots
 
     pull.DeviceCopies, ends.is_plain = CpuCopies, lambda tensor: True  # type: ignore[misc, assignment]
+    pull.is_available = lambda: engine  # type: ignore[assignment]
     replica.waves_for = lambda nbytes: waves
     if early:
         pushing = ends.pushing_waves

@@ -66,10 +66,12 @@ def test_a_trainer_pushes_what_it_casts(case: Case) -> None:
     assert refitted(case)[1] == ["Source that pushes"] * plan.train.world + ["Reader that is written"] * plan.gen.world
 
 
-@pytest.mark.parametrize("how", [{"sleeping": {0, 1}}, {"checksums": True}], ids=["sleep", "checksums"])
-def test_a_reader_whose_memory_cannot_be_mapped_or_who_sums_bytes_pulls_casts_through_slots(
-    how: dict[str, Any],
-) -> None:
+@pytest.mark.parametrize(
+    "how",
+    [{"sleeping": {0, 1}}, {"checksums": True}, {"engine": True}],
+    ids=["sleep", "checksums", "one GPU that a copy engine reads"],
+)
+def test_some_readers_pull_casts_through_slots(how: dict[str, Any]) -> None:
     assert refitted(CAST_TO_TWO, **how)[1] == ["Source"] * 2 + ["Reader"] * 2
 
 

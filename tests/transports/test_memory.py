@@ -170,7 +170,7 @@ def test_gpus_held_what_is_counted(
     if row["date"] < "2026-11-25" or "engine_percent=0" in row["method"]:  # before copy engines helped
         monkeypatch.setattr(memory, "ENGINE_SHARE", 0.0)
     if row["date"] < "2026-11-27":  # before trainers pushed what they cast
-        monkeypatch.setattr(memory, "has_slots", lambda cast, checksums: True)
+        monkeypatch.setattr(memory, "has_slots", lambda cast, checksums, by_engine: True)
     if row["date"] < "2026-11-26":  # before small models were cut finer
         monkeypatch.setattr(planner, "_LARGEST_OF_SMALL_MODELS", planner._LARGEST_OVERLAP)
     ranks = counted_for(file, case, checksums="checksums" in row["method"])[method]
@@ -254,6 +254,23 @@ def test_a_rank_of_one_tensor_holds_what_is_counted_by_hand() -> None:
     assert engine == RankMemory(tables=48 * transfers)  # of 48 bytes; each fits one tile and is in one piece
     (sender,) = counted.transports["direct"]["train"]
     assert (sender.tables, sender.scratch, sender.nccl, sender.scales) == (0, 0, 0, 0)
+
+
+def test_trainers_hold_slots_for_readers_all_of_whose_bytes_a_copy_engine_reads() -> None:
+    casts = {"dtypes": ("bf16", "fp8"), "block": (8, 16)}
+    alone, several = (
+        PlanCase("tiny-qwen3-moe", *each, **casts).plan() for each in (("tp=1", "tp=1"), ("pp=2", "tp=1"))
+    )
+    shared, apart = (parse_topology(machine, 1, 1) for machine in ("h200-8,shared", "h200-8,gpus=2"))
+
+    def scratch(plan: Plan, **how: Any) -> list[bool]:
+        held = session_memory(plan, **how).transports["direct"]
+        assert all(rank.tables > 0 for ranks in held.values() for rank in ranks)
+        return [rank.scratch > 0 for rank in held["train"]]
+
+    assert scratch(alone) == [True] and scratch(several) == [False, False]
+    assert scratch(several, options=Options(checksums=True)) == [True, True]
+    assert scratch(alone, topology=apart) == [True] and scratch(alone, topology=shared) == [False]
 
 
 def test_auto_is_direct_on_one_host_and_nccl_between_hosts() -> None:

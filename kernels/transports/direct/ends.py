@@ -154,15 +154,9 @@ class Reader:
         ctas: int | None = None,
     ) -> None:
         schedule = with_other_end(bound.schedule)
-        plain, cast = parted(schedule)
-        is_written = bool(cast.peers) and _may_be_written(bound, cast, options, kept)
-        if is_written:
-            plain, cast = parted(schedule, cast.peers)
         self._bound = bound
         self._signals = signals
         self._pulling = EventWait(signals, "the pull")
-        self._table = peer_table(plain)
-        self._plain, self._cast, self._landing = plain, cast, landing_waves(plain, waves)
         device = self._device = bound.device or torch.device("cuda", torch.cuda.current_device())
         # torch hands out 32 streams in turn, so that these two differ.
         self._stream, engine_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -173,15 +167,22 @@ class Reader:
             options = replace(options, engine_share=0.0)
         self._target: Target | None = None
         try:
+            exports = fetch_exports(signals, kept, signals.peers)
+            gpus = {rank: {block.gpu for block in exported.allocations} for rank, exported in exports.items()}
+            by_engine = read_by_engine(schedule, gpus, device, options)
+            plain, cast = parted(schedule)
+            is_written = _may_be_written(bound, cast, options, kept, by_engine=gpus.keys() == {*by_engine})
+            if is_written:
+                plain, cast = parted(schedule, cast.peers)
+            self._table = peer_table(plain)
+            self._plain, self._cast, self._landing = plain, cast, landing_waves(plain, waves)
             signals.publish(is_written, prefix=_WRITTEN)
             if is_written:
                 self._target = Target(bound.rows(cast), signals, kept, prefix=_CASTS)
                 cast = cast.with_peers(())
             slots = bound, cast, signals, self._slot_mappings, self._stream, engine_stream, options, ctas
             self._slots = SlotReader(*slots)
-            exports = fetch_exports(signals, kept, signals.peers)
             addresses = addresses_of(self._table, bound, exports, self._mappings)
-            gpus = {rank: {block.gpu for block in exported.allocations} for rank, exported in exports.items()}
             sources = {gpu for of_rank in gpus.values() for gpu in of_rank}
             # Tile by tile in a relay: two replicas that meet at a source for long are both slow. Also with a source on
             # the reader's own GPU: its tiles are copied while the links are busy.
@@ -194,7 +195,7 @@ class Reader:
                 shape = replace(shape, ctas=-(-shape.ctas // 2))
             self._copies = Waves(
                 self._table, self._landing[self._table.transfer], addresses, device, shape, options,
-                by_engine=read_by_engine(schedule, gpus, device, options), first=schedule.rank,
+                by_engine=by_engine, first=schedule.rank,
                 together=1 if by_tile else None, own_gpu=own_gpu, engine_stream=engine_stream,
             )  # fmt: skip
         except BaseException:
@@ -278,13 +279,15 @@ class Reader:
         self.written_bytes = self._bound.nbytes
 
 
-def _may_be_written(bound: BoundSchedule, cast: Schedule, options: DirectOptions, kept: Kept) -> bool:
-    """Whether training ranks can write what they cast straight into a rank's memory.
+def _may_be_written(
+    bound: BoundSchedule, cast: Schedule, options: DirectOptions, kept: Kept, *, by_engine: bool
+) -> bool:
+    """Whether training ranks write what they cast straight into a rank's memory.
 
-    Not where it passes on what lands, which it would not notice; nor where it sums what it reads. vLLM's sleep mode, for
-    one, has the weights in memory that no other process can map.
+    Not where slots are better; nor where they cannot: vLLM's sleep mode, for one, has the weights in memory that no other
+    process can map. `by_engine`: whether a copy engine takes its share of all that the rank reads.
     """
-    if has_slots(cast, options.checksums) or not _has_rows(cast):
+    if not cast.peers or has_slots(cast, checksums=options.checksums, by_engine=by_engine) or not _has_rows(cast):
         return False
     try:
         kept.export(bound.by_name)
