@@ -23,7 +23,7 @@ from mcore_reshard.planner.plan.plan import Plan, TransferGroup
 from mcore_reshard.planner.plan.schedule import Schedule, World
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_MIX = (-7046029254386353131, -4658895280553007687)  # odd, as in splitmix64
+_MIX = (-1640531535, -1028477379)  # odd 32-bit constants: of the golden ratio, and of xxHash
 POISON = 0xFF  # NaN in every floating-point dtype
 
 
@@ -144,14 +144,15 @@ def _content(
     name: str, shape: tuple[int, ...], region: Region, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """A region of a parameter. Floating-point numbers of two and four bytes are finite, so that casts mean something."""
-    number = torch.tensor(zlib.crc32(name.encode()), dtype=torch.int64, device=device)
+    number = torch.tensor(zlib.crc32(name.encode()), device=device).to(torch.int32)
     for dim, stride in enumerate(row_major_strides(shape)):
         position = torch.arange(region.start[dim], region.stop[dim], device=device) * stride
-        number = number.unsqueeze(-1) + position
-    mixed = number * _MIX[0]
-    mixed = (mixed ^ (mixed >> 31)) * _MIX[1]
+        number = number.unsqueeze(-1) + position.to(torch.int32)  # modulo 2**32, as all that follows
+    number *= _MIX[0]
+    number ^= number >> 15
+    number *= _MIX[1]
     itemsize = dtype.itemsize
-    content = (mixed >> (64 - 8 * itemsize)).to(_INTEGERS[itemsize])
+    content = (number >> max(0, 32 - 8 * itemsize)).to(_INTEGERS[itemsize])
     if itemsize in {2, 4}:
         content &= ~(1 << (8 * itemsize - 2))  # the exponent's highest bit: below 2
     return content.view(dtype)
