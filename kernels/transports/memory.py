@@ -16,7 +16,7 @@ engine. One of them is counted for all: a plan of DeepSeek-V3 for 256 and 128 ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -40,7 +40,7 @@ from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.schedule import Schedule, View, World
 from mcore_reshard.planner.topology.topology import Topology
 
-from .direct.staging import PUSHED_TILE_BYTES, SLOTS, divide_slots, has_slots, parted, with_other_end
+from .direct.staging import PUSHED_TILE_BYTES, SLOTS, divide_slots, has_slots, new_weights, parted, with_other_end
 from .nccl.buffers import buffer_bytes
 from .nccl.shared_gpus import SharedGpus
 from .nccl.staging import (
@@ -207,12 +207,11 @@ def _direct(
     for rank, (schedule,) in schedules["train"].items():
         cast = parted(schedule)[1]
         written = {peer for peer in cast.peers if not slotted[int(alike["gen"][peer])]}
-        cast = cast.with_peers(cast.peers - written)
-        slots, buckets = divide_slots(cast, options.scratch_bytes)
+        slots, buckets = divide_slots(cast.with_peers(cast.peers - written), options.scratch_bytes)
         if buckets:
             slot_buckets[rank] = slots.bucket_bytes
         rounds = [joined([bucket.copies for bucket in together]) for together in in_rounds(buckets)]
-        pushed = peer_table(parted(schedule, written)[1].with_peers(written)).copies
+        pushed = peer_table(cast.with_peers(written)).copies
         train[rank] = replace(
             _of_trainer(schedule, options),
             tables=_casting_bytes(schedule, rounds) + _casting_bytes(schedule, [pushed], PUSHED_TILE_BYTES),
@@ -246,8 +245,7 @@ def _pull_bytes(
 ) -> int:
     """The tables by which a generation rank pulls. `bucket_bytes` are those of each training rank's slots."""
     plain, cast = parted(schedule)
-    if cast.peers and not is_slotted:
-        plain, _ = parted(schedule, cast.peers)
+    if not is_slotted:
         cast = cast.with_peers(())
     table = peer_table(plain)
     buckets = [
@@ -413,18 +411,17 @@ def _gather_bytes(schedule: Schedule, buckets: Sequence[Bucket]) -> int:
     return sum(table.nbytes for table in tables) + scale_blocks(casts, [0] * len(elements), elements).nbytes
 
 
-def _casting_bytes(schedule: Schedule, rounds: Iterable[NDArray[np.void]], tile_bytes: int = DEFAULT_TILE_BYTES) -> int:
+def _casting_bytes(schedule: Schedule, rounds: Sequence[NDArray[np.void]], tile_bytes: int = DEFAULT_TILE_BYTES) -> int:
     """The tables of a source of `direct`, which computes the scales of a weight in its first round; `rounds` are copies."""
     casts = bound_casts(schedule)
     elements = [prod(local.shape) for local in schedule.tensors]
-    nbytes, seen = 0, set[int]()
-    for copies in rounds:
+    nbytes = 0
+    for copies, new in zip(rounds, new_weights(rounds, casts), strict=True):
         bases = np.zeros(1 + max(len(elements), int(copies["dst"].max(initial=0))), np.uint64)
         # Far from each other, as blocks are told apart by where they lie.
         bases[: len(elements)] = _PLACE * np.arange(1, len(elements) + 1)
-        weights = {*copies["src"].tolist()} & casts.keys()
-        tables = cut_gather(copies, bases, casts, tile_bytes, computes=sorted(weights - seen), elements=elements)
-        nbytes, seen = nbytes + sum(table.nbytes for table in tables), seen | weights
+        tables = cut_gather(copies, bases, casts, tile_bytes, computes=new, elements=elements)
+        nbytes += sum(table.nbytes for table in tables)
     return nbytes
 
 

@@ -13,16 +13,13 @@ from helpers.handmade import HandTransfer, allocate, raw_bytes, schedule_of
 from mcore_reshard.kernels.copies.bind import bind
 from mcore_reshard.kernels.copies.buckets import cut_buckets
 from mcore_reshard.kernels.copies.cast_arithmetic import compute_scales
-from mcore_reshard.kernels.copies.copy_table import joined
+from mcore_reshard.kernels.copies.casts import CastForm, TensorCast
+from mcore_reshard.kernels.copies.copy_table import COPY, joined
 from mcore_reshard.kernels.copies.cpu import run_copies
 from mcore_reshard.kernels.copies.peer_table import peer_table
 from mcore_reshard.kernels.copies.tensors import byte_array
 from mcore_reshard.kernels.cuda.engine_rows import divided
-from mcore_reshard.kernels.transports.direct.staging import (
-    SLOTS,
-    divide_slots,
-    parted,
-)
+from mcore_reshard.kernels.transports.direct.staging import SLOTS, divide_slots, new_weights, parted
 from mcore_reshard.kernels.transports.rounds import in_rounds
 from mcore_reshard.planner.plan.make_schedule import schedule_of as schedule_of_plan
 from mcore_reshard.planner.plan.schedule import OtherEndView, Schedule
@@ -89,9 +86,24 @@ def test_rows_are_parted_alike_at_both_ends() -> None:
             np.testing.assert_array_equal(stage.sends.member, other.recvs.member)
             np.testing.assert_array_equal(stage.sends.nbytes, other.recvs.nbytes)
     plain, cast = parted(train)
-    names = {train.tensors[n].name for stage in cast.stages for n in stage.sends.tensor.tolist()}
-    assert names <= {"square", "ragged", "odd", "experts", "small blocks", "odd blocks", "master", "bias"}
+    scaled = {"square", "ragged", "odd", "experts", "small blocks", "odd blocks"}
+    for stage in cast.stages:
+        names = [train.tensors[number].name for number in stage.sends.tensor.tolist()]
+        assert {*names} <= {*scaled, *(f"{name}.scales" for name in scaled), "master", "bias"}
+        assert [name.endswith(".scales") for name in names] == sorted(name.endswith(".scales") for name in names)
+    computed = {train.tensors[number].name for number in train.computed}
+    assert computed and not computed & {train.tensors[n].name for each in plain.tables for n in each.tensor.tolist()}
     assert sum(len(stage.sends) for part in (plain, cast) for stage in part.stages) == len(transfers)
+
+
+def test_the_first_round_with_a_weight_or_its_scales_computes_these() -> None:
+    form = CastForm("bfloat16", "float8_e4m3fn", (4, 4), (2, 2))
+    casts = {0: TensorCast(form, 3), 1: TensorCast(form, 4), 2: TensorCast(CastForm("float32", "bfloat16"), None)}
+    sources = [0, 7], [0, 4], [1, 3, 2]
+    rounds = [np.zeros(len(each), COPY) for each in sources]
+    for copies, each in zip(rounds, sources, strict=True):
+        copies["src"] = each
+    assert [*new_weights(rounds, casts)] == [[0], [1], [2]]
 
 
 def test_too_little_scratch_is_an_error() -> None:

@@ -56,9 +56,9 @@ def pushed_and_landed(plan: Plan, rank: int, waves: int) -> tuple[Ints, Ints]:
     pulls, pushes = peer_table(plain), peer_table(sends)
     never = waves + len(rounds)
     landed = {local.name: np.full(8 * prod(local.shape), never) for local in sends.tensors}  # of each byte: the wave
-    of_waves = (landing[pulls.transfer] + len(rounds)).tolist(), touched(plain, pulls.copies, "dst")
+    of_waves = landing[pulls.transfer].tolist(), touched(plain, pulls.copies, "dst")
     of_rounds = [
-        (number, rows)
+        (waves + number, rows)
         for number, together in enumerate(rounds)
         for bucket in together
         for rows in touched(cast, bucket.copies, "dst")
@@ -66,7 +66,7 @@ def pushed_and_landed(plan: Plan, rank: int, waves: int) -> tuple[Ints, Ints]:
     for wave, rows in [*zip(*of_waves, strict=True), *of_rounds]:
         for tensor, start, end in rows:
             landed[tensor][start:end] = wave
-    pushing = pushing_waves(plain, landing, cast, rounds_of(cast, buckets), sends)
+    pushing = pushing_waves(plain, landing, waves, cast, rounds_of(cast, buckets), sends)
     last = np.zeros_like(pushing)
     for transfer, rows in zip(pushes.transfer.tolist(), touched(sends, pushes.copies, "src"), strict=True):
         last[transfer] = max(last[transfer], *(landed[tensor][start:end].max() for tensor, start, end in rows))
@@ -101,7 +101,7 @@ def test_waves_are_of_about_equal_size() -> None:
     plain, cast = parted(schedule_of(plan, "gen", 1))
     sends = relays_of(plan, 1)[0].sends
     landing = landing_waves(plain, 32)
-    pushing = pushing_waves(plain, landing, cast, np.zeros(0, np.int64), sends)
+    pushing = pushing_waves(plain, landing, 32, cast, np.zeros(0, np.int64), sends)
     for transfers, wave in zip((plain, sends), (landing, pushing), strict=True):
         nbytes = np.bincount(wave, joined_transfers(transfers.tables).nbytes, minlength=32)
         assert (abs(nbytes - nbytes.mean()) < 0.02 * nbytes.mean()).all()

@@ -14,8 +14,8 @@ Weights that are cast on the way, and their scales, are written by the source, w
     source                                casts into it, READY                     DONE
 
 Through slots at the source (see `staging` and `slots`) go those of a reader whose memory others cannot map, or who passes
-them on as they land, or sums what it reads. They go first. The source is READY for it once all casts are queued, since events
-make its GPU wait; when they are done it says CAST. A reader on the GPU of a source waits for that before its last pull.
+them on as they land, or sums what it reads. They go last, as the first ones are cast while everything else is pulled. When all
+casts are done the source says CAST: a reader whose source dies meanwhile would wait for its event for ever.
 """
 
 from __future__ import annotations
@@ -76,8 +76,6 @@ class Source:
         plain, cast = parted(bound.schedule)
         written = {peer for peer in cast.peers if signals.fetch(peer, _parse_written, prefix=_WRITTEN)}
         self._slots = SlotSource(bound, cast.with_peers(cast.peers - written), signals, scratch_bytes)
-        if written:
-            plain, cast = parted(bound.schedule, written)
         problems = tuple(self._slots.problems)
         executed = Executed(bound, buckets=self._slots.buckets, exposed=plain, device_problems=problems)
         self.executed: tuple[Executed, ...] = (executed,)
@@ -95,21 +93,17 @@ class Source:
 
     def run(self, run: int) -> None:
         self._hear_done()  # of the run before: it came long ago
-        readers = self._slots.readers  # their GPUs wait for this one's casts
-        settled, others = torch.cuda.current_stream(self._device).record_event(), self._signals.peers.keys() - readers
+        settled = torch.cuda.current_stream(self._device).record_event()
         if self._pushes is not None:
             self._pushes.prepare(settled)
-        if others:
-            self._settling.wait(dict.fromkeys(others, settled))
+        self._settling.wait(dict.fromkeys(self._signals.peers, settled))
         if self._pushes is not None:  # now, as a GPU that is idle does at once what is queued
             self._pushes.begin(run)
             self._pushes.launch(settled)
-        if others:  # first: a replica that is cast for may wait for one of them
-            self._signals.tell(run, Signal.READY, others)
+        self._signals.tell(run, Signal.READY)
         if self._slots.stream is not None:
+            readers = self._slots.readers
             self._slots.rounds(run)
-            # READY before CAST: a reader takes CAST only after READY of all its sources, and a signal is sent once it is taken.
-            self._signals.tell(run, Signal.READY, readers)
             self._casting.wait(dict.fromkeys(readers, self._slots.stream.record_event()), self._slots.began)
             self._signals.tell(run, Signal.CAST, readers)
         if self._pushes is not None:
@@ -137,7 +131,7 @@ class Source:
 class Reader:
     """A generation rank: its kernels, and the mappings that they read.
 
-    A replica that passes on what it reads does so in `waves`, and after each round of casts. `ctas` is then its part of the GPU.
+    A replica that passes on what it reads does so in `waves`, then after each round of casts. `ctas` is then its part of the GPU.
     """
 
     scratch_bytes = 0
@@ -172,8 +166,6 @@ class Reader:
             by_engine = read_by_engine(schedule, gpus, device, options)
             plain, cast = parted(schedule)
             is_written = _may_be_written(bound, cast, options, kept, by_engine=gpus.keys() == {*by_engine})
-            if is_written:
-                plain, cast = parted(schedule, cast.peers)
             self._table = peer_table(plain)
             self._plain, self._cast, self._landing = plain, cast, landing_waves(plain, waves)
             signals.publish(is_written, prefix=_WRITTEN)
@@ -217,44 +209,42 @@ class Reader:
         return len(self._copies)
 
     def pushing_waves(self, sends: Schedule) -> Ints:
-        """The wave of each transfer that is passed on, counted from the first round of casts on."""
-        return pushing_waves(self._plain, self._landing, self._cast, self._slots.round_of, sends)
+        """The wave of each transfer that is passed on; rounds of casts count as waves after the others."""
+        return pushing_waves(self._plain, self._landing, self.waves, self._cast, self._slots.round_of, sends)
 
     def run(self, run: int) -> None:
         self.begin(run)
         self.launch(0)
+        self.pull_casts(run)
         self.end(run)
 
-    def begin(self, run: int, after_round: Callable[[torch.cuda.Event], None] | None = None) -> None:
-        """Let sources write what they cast, or pull it round by round. Returns when everything else may be pulled."""
+    def begin(self, run: int) -> None:
+        """Let sources write what they cast. Returns when everything else may be pulled."""
         self.written_bytes = 0
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         if self._target is not None:
             self._target.settle()
             self._target.await_settled()
-            self._note_writes()
+            self.written_bytes = self._bound.nbytes
             self._target.admit(run)
-        self._slots.rounds(run, self._note_writes, after_round)
         self._signals.hear(run, Signal.READY)
-        if self._slots.shares_gpu:  # a pull that waits on the GPU takes turns there from those who cast
-            self._signals.hear(run, Signal.CAST, self._slots.sources)
-        self._slots.await_casts()
-        self._note_writes()
-        self._began = self._slots.began or time.monotonic()
+        self.written_bytes = self._bound.nbytes
+        self._began = time.monotonic()
 
     def launch(self, wave: int) -> torch.cuda.Event:
         """Queue a wave. The event will have happened when this wave and those before it have landed."""
         self._copies.launch(wave, self._stream)
-        if wave < self.waves - 1:
-            return self._stream.record_event()
-        self._pulled.record(self._stream)
-        return self._pulled
+        return self._stream.record_event()
+
+    def pull_casts(self, run: int, after_round: Callable[[torch.cuda.Event], None] | None = None) -> None:
+        """Queue the rounds of casts. `after_round` is called after each of them, with the event that it has landed."""
+        self._slots.rounds(run, after_round)
 
     def end(self, run: int) -> None:
         """Wait until everything has landed."""
+        self._pulled.record(self._stream)
         self._signals.tell(run, Signal.STARTED)
-        if not self._slots.shares_gpu:  # heard only now; a source that has died is named at once
-            self._signals.hear(run, Signal.CAST, self._slots.sources)
+        self._signals.hear(run, Signal.CAST, self._slots.sources)
         self._pulling.wait(dict.fromkeys(self._signals.peers, self._pulled), self._began)
         if self._target is not None:
             self._target.end(run)
@@ -274,9 +264,6 @@ class Reader:
         is_used = not EventPoller(CLOSE_S).until(self._stream.query)
         for mappings in (self._mappings, self._slot_mappings):
             mappings.close(is_used=is_used)
-
-    def _note_writes(self) -> None:
-        self.written_bytes = self._bound.nbytes
 
 
 def _may_be_written(

@@ -32,7 +32,7 @@ from .event_wait import EventWait
 from .peer_signals import PeerSignals, Signal
 from .pull import Waves, check_sums, parameter_of
 from .shared_memory import addresses_of, fetch_exports, share_memory
-from .staging import PUSHED_TILE_BYTES
+from .staging import PUSHED_TILE_BYTES, new_weights
 
 
 class Pushes:
@@ -131,7 +131,7 @@ class CastWave:
         self._casts, self._own = bound.casts, [tensor.data_ptr() for tensor in bound.tensors]
         self._gather = DeviceGather(
             copies, addresses, bound.casts, device, _SHAPE, PUSHED_TILE_BYTES,
-            computes=sorted({*copies["src"].tolist()} & bound.casts.keys()),
+            computes=next(new_weights([copies], bound.casts)),
             elements=[tensor.numel() for tensor in bound.tensors],
         )  # fmt: skip
         self.nbytes = self._gather.nbytes

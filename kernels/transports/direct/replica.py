@@ -79,13 +79,14 @@ class Replica:
     def run(self, run: int) -> None:
         self._admits = False
         self._target.settle()
-        self._reader.begin(run, partial(self._push, run))
+        self._reader.begin(run)
         waves = self._reader.waves
         landed = [self._reader.launch(0)]
         for wave in range(waves):  # in the order in which they run, also where the GPU takes all from one queue
             if wave + 1 < waves:
                 landed.append(self._reader.launch(wave + 1))
             self._push(run, landed[wave])
+        self._reader.pull_casts(run, partial(self._push, run))
         self._reader.end(run)
         self._pushes.end()
         self._signals[0].tell_last(run, Signal.DONE)

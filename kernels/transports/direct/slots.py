@@ -32,7 +32,7 @@ from mcore_reshard.planner.plan.schedule import Schedule
 
 from .peer_signals import PeerSignals
 from .pull import DirectOptions, Pull, read_by_engine
-from .staging import SLOTS, SlotPlan, divide_slots, rounds_of, with_new_weights
+from .staging import SLOTS, SlotPlan, divide_slots, new_weights, rounds_of
 
 _PREFIX = "slots/"  # of the keys under which ranks publish their slots and events
 
@@ -112,10 +112,9 @@ class SlotSource:
         return self._taken.keys()
 
     def rounds(self, run: int) -> None:
-        """Queue all casts, after what is queued on the current stream. Returns once all readers have queued all pulls."""
+        """Queue all casts. Returns once all readers have queued all pulls."""
         assert self.stream is not None, "nothing is cast"
         self.began = None
-        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         for number, each in enumerate(self._rounds):
             slot = number % SLOTS
             if number >= SLOTS:
@@ -145,9 +144,12 @@ class SlotSource:
         elements = [tensor.numel() for tensor in bound.tensors]
         addresses = np.array(own + [slot.data_ptr() for slot in self._slots], np.uint64)
         rounds = []
-        for number, (together, new) in enumerate(with_new_weights(in_rounds(buckets))):
-            base = len(own) + number % SLOTS
-            table = joined([bucket.copies_at(base, plan.places[bucket.peer]) for bucket in together])
+        tables = [
+            joined([bucket.copies_at(len(own) + number % SLOTS, plan.places[bucket.peer]) for bucket in together])
+            for number, together in enumerate(in_rounds(buckets))
+        ]
+        each_round = zip(in_rounds(buckets), tables, new_weights(tables, bound.casts), strict=True)
+        for number, (together, table, new) in enumerate(each_round):
             gather = DeviceGather(
                 table, addresses, bound.casts, device,
                 _casting_shape(device, shares_gpu=shares_gpu, first=number == 0),
@@ -185,8 +187,6 @@ class SlotReader:
         self._taken: list[torch.cuda.Event] = []
         self._cast: dict[int, list[torch.cuda.Event]] = {}
         self.table_bytes = 0
-        self.began: float | None = None  # when the last run's first cast was queued, by `time.monotonic`
-        self.shares_gpu = False  # with a source
         sources = sorted(schedule.peers)
         if not sources:
             return
@@ -214,7 +214,6 @@ class SlotReader:
             slots[peer] = mappings.addresses(exported, map(str, range(SLOTS)), owner)
             addresses += slots[peer]
         bases = np.array(addresses, np.uint64)
-        self.shares_gpu = gpu_of(device) in {gpu for of_peer in gpus.values() for gpu in of_peer}
         far = read_by_engine(schedule, gpus, device, options)
         # The copy engine goes on with the next round while the kernel ends one; two kernels at once would be slower.
         self._slot_streams = [torch.cuda.Stream(device) if far else stream for _ in range(SLOTS)]
@@ -255,14 +254,11 @@ class SlotReader:
         """Ranks out of whose slots it pulls."""
         return self._cast.keys()
 
-    def rounds(
-        self, run: int, before_writes: Callable[[], None], after_round: Callable[[torch.cuda.Event], None] | None = None
-    ) -> None:
-        """Queue all pulls. Returns when they are queued.
+    def rounds(self, run: int, after_round: Callable[[torch.cuda.Event], None] | None = None) -> None:
+        """Queue all pulls, after what is queued on the stream. Returns when they are queued.
 
-        `before_writes` is called before each of them; after each `after_round`, with the event that it has landed.
+        `after_round` is called after each of them, with the event that it has landed.
         """
-        self.began = None
         for stream in self._slot_streams:
             stream.wait_stream(self._stream)
         try:
@@ -270,10 +266,8 @@ class SlotReader:
                 slot, peers = number % SLOTS, [bucket.peer for bucket in each.buckets]
                 stream = self._slot_streams[slot]
                 self._signals.hear(run, number, peers)
-                self.began = self.began or time.monotonic()
                 for peer in peers:
                     stream.wait_event(self._cast[peer][slot])
-                before_writes()
                 each.copies.launch(stream)
                 self._taken[slot].record(stream)
                 self._signals.tell(run, number, peers)
@@ -282,12 +276,6 @@ class SlotReader:
         finally:  # `stream` has done nothing before all of them have
             for stream in self._slot_streams:
                 self._stream.wait_stream(stream)
-
-    def await_casts(self) -> None:
-        """What is queued on its stream later begins after all casts of its sources, which have queued them all."""
-        for events in self._cast.values():
-            for event in events:
-                self._stream.wait_event(event)
 
     def check_sums(self) -> None:
         """Raise `ChecksumError` for bytes that were written otherwise than read; all pulls must have ended."""

@@ -12,13 +12,14 @@ the rest, since buckets depend on the transfers alone. A reader takes round k of
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.buckets import Bucket, aligned, cut_buckets
+from mcore_reshard.kernels.copies.casts import Casts
 from mcore_reshard.kernels.errors import BindError, SessionError
 from mcore_reshard.kernels.transports.rounds import bucket_bytes_within
 from mcore_reshard.planner.plan.schedule import OtherEndView, Schedule, TransferTable
@@ -43,15 +44,15 @@ def with_other_end(schedule: Schedule) -> Schedule:
     return replace(schedule, view=OtherEndView(schedule.view.other_end(), schedule.view))
 
 
-def parted(schedule: Schedule, with_scales: Collection[int] = ()) -> tuple[Schedule, Schedule]:
-    """(transfers of bytes as they lie at their sources, transfers that are cast, in the order of `_by_tensor`).
+def parted(schedule: Schedule) -> tuple[Schedule, Schedule]:
+    """(transfers of bytes as they lie at their sources, those that are cast and their scales, in the order of `_by_tensor`).
 
-    To and from the peers `with_scales`, scales that casts compute are among the latter. Both ends agree.
+    Both ends agree.
     """
     if schedule.world == "train":
         cast = np.array([entry.tensor for entry in schedule.casts], np.int64)
         sources = [stage.sends.tensor for stage in schedule.stages]
-        masks = [np.isin(tensor, cast) for tensor in sources]
+        casts = [np.isin(tensor, cast) for tensor in sources]
         computed = [np.isin(tensor, schedule.computed) for tensor in sources]
     elif schedule.view is None:
         raise SessionError(f"{schedule.name}: this schedule does not say where its bytes lie at their sources")
@@ -62,16 +63,14 @@ def parted(schedule: Schedule, with_scales: Collection[int] = ()) -> tuple[Sched
         src_dtypes = np.array([local.dtype for local in other_end.tensors], object)
         dst_dtypes = np.array([local.dtype for local in schedule.tensors], object)
         sources = [table.tensor for table in other_end.stages]
-        masks = [
+        casts = [
             np.asarray(src_dtypes[table.tensor] != dst_dtypes[stage.recvs.tensor], bool)
             for stage, table in zip(schedule.stages, other_end.stages, strict=True)
         ]
         computed = [np.isin(table.transfer_group, [*other_end.computed]) for table in other_end.stages]
-    if with_scales:
-        of_peers = [np.isin(table.peer, [*with_scales]) for table in schedule.tables]
-        masks = [mask | scales & chosen for mask, scales, chosen in zip(masks, computed, of_peers, strict=True)]
-    cast_rows = [_by_tensor(*each) for each in zip(schedule.tables, sources, masks, strict=True)]
-    return schedule.with_rows([~mask for mask in masks]), schedule.with_rows(cast_rows)
+    cast_rows = [_by_tensor(*each) for each in zip(schedule.tables, sources, casts, computed, strict=True)]
+    plain = [~(cast | scales) for cast, scales in zip(casts, computed, strict=True)]
+    return schedule.with_rows(plain), schedule.with_rows(cast_rows)
 
 
 def has_slots(cast: Schedule, *, checksums: bool, by_engine: bool) -> bool:
@@ -83,28 +82,36 @@ def has_slots(cast: Schedule, *, checksums: bool, by_engine: bool) -> bool:
     return cast.relayed or checksums or by_engine
 
 
-def _by_tensor(table: TransferTable, source: NDArray[np.int32], mask: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """The transfers of `mask`, those of one tensor at the source together, expert by expert; both ends order them alike.
+def _by_tensor(
+    table: TransferTable, source: NDArray[np.int32], cast: NDArray[np.bool_], scales: NDArray[np.bool_]
+) -> NDArray[np.int64]:
+    """The transfers that are `cast`, those of one tensor at the source together, expert by expert, then `scales`.
 
         gate and up projections, both of linear_fc1     gate 0, up 0, gate 1, up 1, ...
 
-    So they lie in a slot as an engine's w13 has them, and are pulled in few large copies.
+    So they lie in a slot as an engine's w13 has them, and are pulled in few large copies. Both ends order them alike.
     """
-    rows = np.flatnonzero(mask)
+    rows = np.flatnonzero(cast | scales)
     peer, group, member = (column[rows] for column in (table.peer, table.transfer_group, table.member))
     _, tensor = np.unique(np.stack([peer, source[rows]]), axis=1, return_inverse=True)
     tensor = tensor.reshape(-1)
     first = np.full(len(rows), np.iinfo(np.int64).max)  # the first group of each tensor and peer
     np.minimum.at(first, tensor, group)
-    return rows[np.lexsort((group, member, first[tensor]))]
+    return rows[np.lexsort((group, member, first[tensor], scales[rows]))]
 
 
-def with_new_weights(rounds: Iterable[Sequence[Bucket]]) -> Iterator[tuple[Sequence[Bucket], list[int]]]:
-    """Each round of a source, and the weights in it that no earlier round casts, as indices of tensors."""
+def new_weights(rounds: Iterable[NDArray[np.void]], casts: Casts) -> Iterator[list[int]]:
+    """For each of a source's `rounds` of copies: weights that it casts, or whose scales it sends, and no earlier one does.
+
+    It computes their scales. Weights are indices of tensors.
+    """
+    weight_of = {index: index for index in casts} | {
+        cast.scales: index for index, cast in casts.items() if cast.scales is not None
+    }
     seen: set[int] = set()
-    for together in rounds:
-        weights = {*np.concatenate([bucket.copies["src"] for bucket in together]).tolist()}
-        yield together, sorted(weights - seen)
+    for copies in rounds:
+        weights = {weight_of[src] for src in np.unique(copies["src"]).tolist() if src in weight_of}
+        yield sorted(weights - seen)
         seen |= weights
 
 

@@ -36,14 +36,13 @@ def landing_waves(plain: Schedule, waves: int) -> Ints:
     )  # the last may be of one byte, or none
 
 
-def pushing_waves(plain: Schedule, landing: Ints, cast: Schedule, rounds: Ints, sends: Schedule) -> Ints:
-    """The wave of each transfer of `sends`, which all are of `plain`, or of `cast`, which lands before.
+def pushing_waves(plain: Schedule, landing: Ints, waves: int, cast: Schedule, rounds: Ints, sends: Schedule) -> Ints:
+    """The wave of each transfer of `sends`, which all are of `plain`, or of `cast`, which lands afterwards.
 
-    Waves begin with the `rounds` of what is cast, and go on with those of `landing`: one of each transfer.
+    Waves are those of `landing`, `waves` in number, and go on with the `rounds` of what is cast: one of each transfer.
     """
-    first = 1 + int(rounds.max(initial=-1))
-    of_place = dict(zip(_places(cast), rounds.tolist(), strict=True))
-    of_place.update(zip(_places(plain), (first + landing).tolist(), strict=True))
+    of_place = dict(zip(_places(plain), landing.tolist(), strict=True))
+    of_place.update(zip(_places(cast), (waves + rounds).tolist(), strict=True))
     return np.array([of_place[place] for place in _places(sends)], np.int64)
 
 
