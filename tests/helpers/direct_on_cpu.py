@@ -202,12 +202,13 @@ def refit(
     sleeping: Collection[int] = (),
     checksums: bool = False,
     engine: bool = False,
+    shared: bool = False,
 ) -> tuple[str, str, dict[str, str], dict[str, int]]:
     """Rank `number` refits: (executor, end of it, digests of what it executes, wrong elements by parameter).
 
     With `by_pair` pairs in MCORE_RESHARD_UNREACHABLE go by a stand-in for nccl. `early`: replicas push all in the first wave.
     Nobody else can map the memory of engine ranks that are `sleeping`. `engine`: there is a copy engine, and all sources are on
-    one GPU.
+    one GPU. `shared`: as on a GPU that both sides share.
     """
     for name in ("cuda", "cuda.bindings", "cuda.core"):  # of this process alone, as all that follows
         sys.modules[name] = MagicMock()
@@ -230,6 +231,8 @@ def refit(
     slab = Slab(tensors.pop(SLAB, torch.empty(0, dtype=torch.uint8)))
     memory = UnmappedMemory() if world == "gen" and rank in sleeping else OneAddressSpace()
     slots.DeviceGather = pushes.DeviceGather = CpuGather  # type: ignore[misc, assignment]
+    if shared:
+        slots.gpu_of = lambda device: memory.gpu  # type: ignore[assignment]
     slots.torch, slots.export = slab, memory.export  # type: ignore[attr-defined, misc, assignment]
     binding.torch = slab  # type: ignore[assignment]  # scales that casts compute
     bound = binding.bind(schedule, tensors)

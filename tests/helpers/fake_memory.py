@@ -28,6 +28,8 @@ from mcore_reshard.kernels.transports.relay import connect_each, connect_relayed
 class FakeMemory:
     """A driver: every tensor is an allocation of its own. A handle says its process and address, as CUDA's may."""
 
+    gpu = "GPU-0"
+
     def __init__(self, process: str | None = None) -> None:
         self._process = process
         self._number = uuid4().hex
@@ -51,7 +53,7 @@ class FakeMemory:
             serial = self.serials.setdefault(address, next(self._serials))
             handle = sha512(f"{self.process()} {address}".encode()).hexdigest()
             places[name] = (len(allocations), 0)
-            allocations.append(Allocation(handle, address, max(1, tensor.nbytes), "GPU-0", serial))
+            allocations.append(Allocation(handle, address, max(1, tensor.nbytes), self.gpu, serial))
         return Export(host(), self.process(), tuple(allocations), places)
 
     def serial_of(self, address: int) -> int | None:

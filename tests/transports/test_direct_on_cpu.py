@@ -68,8 +68,8 @@ def test_a_trainer_pushes_what_it_casts(case: Case) -> None:
 
 @pytest.mark.parametrize(
     "how",
-    [{"sleeping": {0, 1}}, {"checksums": True}, {"engine": True}],
-    ids=["sleep", "checksums", "one GPU that a copy engine reads"],
+    [{"sleeping": {0, 1}}, {"checksums": True}, {"engine": True}, {"sleeping": {0, 1}, "shared": True}],
+    ids=["sleep", "checksums", "one GPU that a copy engine reads", "sleep on a shared GPU"],
 )
 def test_some_readers_pull_casts_through_slots(how: dict[str, Any]) -> None:
     assert refitted(CAST_TO_TWO, **how)[1] == ["Source"] * 2 + ["Reader"] * 2

@@ -37,6 +37,7 @@ class Slots:
     """Two rounds with every peer that is cast for, as `SlotSource` and `SlotReader` tell and hear them."""
 
     began = None
+    shares_gpu = False
     stream = MagicMock()
 
     def __init__(self, signals: Any, peers: set[int], *, sends: bool) -> None:

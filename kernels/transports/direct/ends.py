@@ -13,9 +13,9 @@ Weights that are cast on the way, and their scales, are written by the source, w
     reader    READY: it may be written                           pulls the rest
     source                                casts into it, READY                     DONE
 
-Through slots at the source (see `staging` and `slots`) go those of a reader whose memory others cannot map, or who passes
-them on as they land, or sums what it reads. They go last, as the first ones are cast while everything else is pulled. When all
-casts are done the source says CAST: a reader whose source dies meanwhile would wait for its event for ever.
+Some readers pull them out of slots at the source instead (see `has_slots` and `slots`), after everything else: the first ones
+are cast meanwhile. When all casts are done the source says CAST, since the event of a source that dies never happens. On a GPU
+that both share, readers pull everything else last, after CAST: work that waits on the GPU takes turns there from those who cast.
 """
 
 from __future__ import annotations
@@ -214,8 +214,12 @@ class Reader:
 
     def run(self, run: int) -> None:
         self.begin(run)
-        self.launch(0)
-        self.pull_casts(run)
+        if self._slots.shares_gpu:
+            self.pull_casts(run)
+            self.launch(0)
+        else:
+            self.launch(0)
+            self.pull_casts(run)
         self.end(run)
 
     def begin(self, run: int) -> None:
@@ -237,14 +241,20 @@ class Reader:
         return self._stream.record_event()
 
     def pull_casts(self, run: int, after_round: Callable[[torch.cuda.Event], None] | None = None) -> None:
-        """Queue the rounds of casts. `after_round` is called after each of them, with the event that it has landed."""
+        """Queue the rounds of casts; on a GPU that is shared with a source, return when all casts are done.
+
+        `after_round` is called after each of them, with the event that it has landed.
+        """
         self._slots.rounds(run, after_round)
+        if self._slots.shares_gpu:
+            self._signals.hear(run, Signal.CAST, self._slots.sources)
 
     def end(self, run: int) -> None:
         """Wait until everything has landed."""
         self._pulled.record(self._stream)
         self._signals.tell(run, Signal.STARTED)
-        self._signals.hear(run, Signal.CAST, self._slots.sources)
+        if not self._slots.shares_gpu:  # heard only now; a source that has died is named at once
+            self._signals.hear(run, Signal.CAST, self._slots.sources)
         self._pulling.wait(dict.fromkeys(self._signals.peers, self._pulled), self._began)
         if self._target is not None:
             self._target.end(run)

@@ -187,6 +187,7 @@ class SlotReader:
         self._taken: list[torch.cuda.Event] = []
         self._cast: dict[int, list[torch.cuda.Event]] = {}
         self.table_bytes = 0
+        self.shares_gpu = False  # with a source
         sources = sorted(schedule.peers)
         if not sources:
             return
@@ -214,6 +215,7 @@ class SlotReader:
             slots[peer] = mappings.addresses(exported, map(str, range(SLOTS)), owner)
             addresses += slots[peer]
         bases = np.array(addresses, np.uint64)
+        self.shares_gpu = gpu_of(device) in {gpu for of_peer in gpus.values() for gpu in of_peer}
         far = read_by_engine(schedule, gpus, device, options)
         # The copy engine goes on with the next round while the kernel ends one; two kernels at once would be slower.
         self._slot_streams = [torch.cuda.Stream(device) if far else stream for _ in range(SLOTS)]
