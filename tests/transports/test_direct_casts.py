@@ -151,11 +151,11 @@ def test_a_trainer_may_overwrite_as_soon_as_run_returns(gpus: int, worlds: tuple
 def misbehave(number: int, address: str, worlds: tuple[int, int], unavailable_reason: str, checksums: bool) -> Any:
     schedule = one_large_weight(number, worlds)
     start = {local.name: torch.zeros(local.shape, dtype=getattr(torch, local.dtype)) for local in schedule.tensors}
-    rank = Rank(number, address, worlds, schedule, start, 1, timeout_s=4.0, scratch_bytes=4 << 20, checksums=checksums)
+    rank = Rank(number, address, worlds, schedule, start, 1, timeout_s=6.0, scratch_bytes=4 << 20, checksums=checksums)
     if unavailable_reason == "dead reader" and number == 2:
         os._exit(1)
     if unavailable_reason == "silent trainer" and number == 0:
-        time.sleep(9)
+        time.sleep(11)
         return
     try:
         rank.executor.run()
