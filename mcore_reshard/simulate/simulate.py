@@ -24,6 +24,9 @@ TRANSPORTS = ("auto", "direct", "nccl", "gloo")
 _EXACT_MESSAGES = 20_000  # up to so many, every end of a message is an event of its own
 _STEPS = 2000  # of a larger refit, if its time is the bound
 _OWN_GPU, _NVLINK, _NIC = range(3)
+# Of what NVLink carries one way, where a GPU sends and receives: H100s and H200s that read each other reach 345 to 358 GB/s
+# each, where one that reads another reaches 390 (docs/performance.md, "The links").
+_BOTH_WAYS = 0.9
 
 
 def simulate(
@@ -113,10 +116,15 @@ def _forwarded(plan: Plan, topology: Topology, transport: str, script: Script, g
 def _links(topology: Topology, route: Ints, src_gpu: Ints, dst_gpu: Ints) -> tuple[Ints, Ints, Floats]:
     """The two links of each message, and the bandwidth of all: kind by kind in the order of LINKS, then one without a limit."""
     machine, gpus = topology.machine, len(topology.hosts) * topology.machine.gpus
-    bandwidth = [machine.memory, machine.nvlink, machine.nvlink, machine.nic, machine.nic]
+    by_kind = [machine.memory, machine.nvlink, machine.nvlink, machine.nic, machine.nic]
+    bandwidth = np.append(np.repeat(by_kind, gpus), np.inf)
+    on_nvlink = route == _NVLINK
+    both_ways = np.intersect1d(src_gpu[on_nvlink], dst_gpu[on_nvlink])
+    for kind in (1, 2):
+        bandwidth[kind * gpus + both_ways] *= _BOTH_WAYS
     out = np.array([0, 1, 3])[route] * gpus + src_gpu
     into = np.where(route == _OWN_GPU, len(LINKS) * gpus, np.array([0, 2, 4])[route] * gpus + dst_gpu)
-    return out, into, np.append(np.repeat(bandwidth, gpus), np.inf)
+    return out, into, bandwidth
 
 
 def _carried(script: Script, first: Ints, second: Ints, links: int) -> Ints:

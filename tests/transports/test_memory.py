@@ -112,10 +112,6 @@ def test_ranks_that_are_counted_as_one_hold_nearly_the_same(case: PlanCase, monk
 # --- what GPUs recorded --------------------------------------------------------------------------------------------
 
 
-# From before whole blocks were cast in one pass, with other tables.
-TWO_PASSES = ("direct", "moe-bf16-fp8", "refit-x2")
-
-
 def recorded() -> list[tuple[str, Case, str, dict[str, Any]]]:
     """(file, workload on its ranks, method, row) of every recorded row that says what our executors held."""
     found = []
@@ -125,8 +121,6 @@ def recorded() -> list[tuple[str, Case, str, dict[str, Any]]]:
         for row in data["rows"]:
             row = {**row, "date": data["date"], "first_of_its_process": row["workload"] not in before}
             method = row["method"].partition(":")[0]
-            if (method, row["workload"], name) == TWO_PASSES:
-                continue
             if method in ("direct", "nccl"):
                 workload = next(each for each in WORKLOADS if each.name == row["workload"])
                 found.append((name, case_of(workload, ranks), method, row))
@@ -188,14 +182,15 @@ def test_gpus_held_what_is_counted(
 
 @pytest.mark.long
 def test_a_gpu_that_both_sides_share_held_what_is_counted() -> None:
-    """The copy engine takes what lies on the other GPU; the kernel has tables of the rest."""
+    """The copy engine takes what lies on the other GPU; the kernel has tables of the rest. Trainers push what they cast."""
     data = json.loads((RESULTS / "refit-colocated-x2.json").read_text())
-    case = case_of(next(each for each in WORKLOADS if each.name == "moe-ep-tp"), 4)
     topology = parse_topology("h200-8,shared", 2, 2)
-    counted = session_memory(case.plan(), topology=topology, transports=("direct",)).transports["direct"]
-    tables = max(rank.tables for rank in counted["gen"]) / 1e6
     for row in data["rows"]:
-        assert row["table_mb"] == pytest.approx(tables, rel=DIVIDED)
+        case = case_of(next(each for each in WORKLOADS if each.name == row["workload"]), 4)
+        counted = session_memory(case.plan(), topology=topology, transports=("direct",)).transports["direct"]
+        ranks = [*chain.from_iterable(counted.values())]
+        assert row["scratch_mb"] == max(rank.scratch for rank in ranks) == 0
+        assert row["table_mb"] == pytest.approx(max(rank.tables for rank in ranks) / 1e6, rel=DIVIDED)
 
 
 def test_enough_rows_are_recorded() -> None:
