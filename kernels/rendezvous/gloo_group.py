@@ -29,7 +29,7 @@ from mcore_reshard.kernels.errors import (
 )
 
 from .exchange import StoreExchange, parse_stored, publish, seat_of
-from .polling import LOOK_S, NOTICE_S, DeadlineThread
+from .polling import CAUSE_S, LOOK_S, NOTICE_S, DeadlineThread
 from .store_keys import FailFastStore, StoreKeys
 
 _TAG = 0  # one tag: gloo keeps messages of a pair and tag in order
@@ -114,9 +114,11 @@ class GlooGroup:
         """The outcome of an attempt, asked of all other ranks, which must ask too. `known`: None if this rank is in doubt.
 
         True: a rank knows that all agreed. False: a rank knows of a failure, or all are in doubt. None: some rank is silent,
-        or gone. A rank that knows of a success stays until the others can have heard of it.
+        or gone. A rank that knows the outcome stays until the others can have heard of it, CAUSE_S at most: they may know it
+        as well, and have gone on.
         """
-        group, deadline = self._group, time.monotonic() + self.timeout_s
+        limit_s = self.timeout_s if known is None else min(CAUSE_S, self.timeout_s)
+        group, deadline = self._group, time.monotonic() + limit_s
         if group is None:
             return known
         own = torch.tensor([_KNOWN.index(known)], dtype=torch.uint8)
