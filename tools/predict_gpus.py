@@ -68,8 +68,6 @@ class Measured:
     @property
     def not_simulated(self) -> str:
         """Why a simulation does not describe this row; empty where it does."""
-        if self.case.dtypes[0] != self.case.dtypes[1] and self.shares:
-            return "casts of the trainer and pulls of the engine take turns on the GPU that they share"
         if self.case.dtypes == ("bf16", "fp8") and self.method == "nccl":
             return "all scales are computed before the first message"
         return ""

@@ -84,13 +84,6 @@ def test_casts_over_nccl_are_left_out_with_the_reason(tmp_path: Path) -> None:
     assert "all scales" in last["not_predicted"] and "ratio" not in last
 
 
-def test_casts_on_shared_gpus_are_left_out_with_the_reason(tmp_path: Path) -> None:
-    apart = file_of(tmp_path, [row("moe-ep-tp", 2.0)])
-    one = file_of(tmp_path, [row("moe-ep-tp", 0.02), row("moe-bf16-fp8", 1.0)], ONE_GPU, "both sides")
-    *_, last = predict_gpus.compare([apart, one])["rows"]
-    assert "take turns on the GPU" in last["not_predicted"] and "ratio" not in last
-
-
 @pytest.mark.parametrize(
     ("rows", "hardware", "shared", "missing"),
     [
