@@ -143,13 +143,15 @@ class SlotSource:
         own = [tensor.data_ptr() for tensor in bound.tensors]
         elements = [tensor.numel() for tensor in bound.tensors]
         addresses = np.array(own + [slot.data_ptr() for slot in self._slots], np.uint64)
-        rounds = []
+        packed = in_rounds(buckets)
         tables = [
             joined([bucket.copies_at(len(own) + number % SLOTS, plan.places[bucket.peer]) for bucket in together])
-            for number, together in enumerate(in_rounds(buckets))
+            for number, together in enumerate(packed)
         ]
-        each_round = zip(in_rounds(buckets), tables, new_weights(tables, bound.casts), strict=True)
-        for number, (together, table, new) in enumerate(each_round):
+        rounds = []
+        for number, (together, table, new) in enumerate(
+            zip(packed, tables, new_weights(tables, bound.casts), strict=True)
+        ):
             gather = DeviceGather(
                 table, addresses, bound.casts, device,
                 _casting_shape(device, shares_gpu=shares_gpu, first=number == 0),
