@@ -600,7 +600,7 @@ def left_behind(rank: int, address: str, kind: type[GlooExecutor]) -> list[tuple
             me.endpoint.refit(1)
         me.endpoint.close()
         time.sleep(0.2)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 15
         while (now := held()) != (found or [now])[0] and time.monotonic() < deadline:
             time.sleep(0.05)  # on a busy machine threads take their time to end
         found.append(now)
