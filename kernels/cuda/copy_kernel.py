@@ -209,12 +209,9 @@ class DeviceGather:
         computed = np.concatenate([self._read_back("scales", BLOCK), blocks_of(blocks)])
         source = placed.copies["src"]
         first_of = dict(zip(*(each.tolist() for each in np.unique(source, return_index=True)), strict=True))
-
-        def name_of_weight(index: int) -> str:  # of its scales, if they alone are copied
-            scales = casts[index].scales
-            return name_of(first_of[index if index in first_of or scales is None else scales])
-
-        return scale_problems(computed, self._computes, addresses, self._elements, name_of_weight)
+        return scale_problems(
+            computed, self._computes, addresses, self._elements, lambda index: name_of(first_of[index])
+        )
 
     def launch(self, stream: torch.cuda.Stream) -> None:
         """Queue everything on `stream`. Does not wait."""

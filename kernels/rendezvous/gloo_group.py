@@ -111,13 +111,13 @@ class GlooGroup:
         return self._slots[:count]
 
     def settle(self, known: bool | None) -> bool | None:
-        """The outcome of an attempt, asked of all other ranks, which must ask too. `known`: None if this rank is in doubt.
+        """The outcome of an attempt, asked of all other ranks that ask too. `known`: None if this rank is in doubt.
 
         True: a rank knows that all agreed. False: a rank knows of a failure, or all are in doubt. None: some rank is silent,
-        or gone. A rank that knows the outcome stays until the others can have heard of it, CAUSE_S at most: they may know it
-        as well, and have gone on.
+        or gone. A rank that knows the outcome stays until the others can have heard of it, but not for a whole deadline: they
+        may know it as well, and have gone on. They notice up to half a deadline apart that a store is silent.
         """
-        limit_s = self.timeout_s if known is None else min(CAUSE_S, self.timeout_s)
+        limit_s = self.timeout_s if known is None else min(max(CAUSE_S, self.timeout_s / 2), self.timeout_s)
         group, deadline = self._group, time.monotonic() + limit_s
         if group is None:
             return known

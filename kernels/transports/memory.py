@@ -1,7 +1,7 @@
 """The memory that a session takes on each rank beside the model, counted from its plan: no device, no tensors, no torch.
 
-    direct   tables of what the kernel copies; slots on training ranks that cast. A copy engine's copies take none, nor
-             does the trainer's memory, which CUDA IPC maps
+    direct   tables of what the kernel copies; slots on training ranks that cast for some readers (see `has_slots`). A copy
+             engine's copies take none, nor does the trainer's memory, which CUDA IPC maps
     nccl     copy tables, slots, and NCCL's own buffers
     gloo     a window of buckets, in the host's memory
     auto     where ranks are known: direct within an NVLink domain, and nccl elsewhere, wave by wave
@@ -11,7 +11,8 @@ bytes, in memory that is not virtual, as allocators of tensors hand it out. Driv
 older ones no copy engine helps, and the tables of `direct` list every byte.
 
 In a plan of many transfers, ranks that move nearly equal bytes hold nearly equal tables and slots, on the same stage of an
-engine. One of them is counted for all: a plan of DeepSeek-V3 for 256 and 128 ranks takes seconds in place of a minute.
+engine, unless some readers of casts have sources on one GPU alone. One of them is counted for all: a plan of DeepSeek-V3 for
+256 and 128 ranks takes seconds in place of a minute.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ from .nccl.staging import (
     slot_bytes,
 )
 from .reach import joined_hops, shared_gpus
-from .rounds import gloo_window, in_parts, in_rounds
+from .rounds import bucket_bytes_within, gloo_window, in_parts, in_rounds
 
 _PLACE = 1 << 40  # bytes between two tensors, where it is counted what executors would do
 _FEW_TRANSFERS = 50_000  # of a plan up to which every rank is counted
@@ -217,7 +218,8 @@ def _direct(
             tables=_casting_bytes(schedule, rounds) + _casting_bytes(schedule, [pushed], PUSHED_TILE_BYTES),
             scratch=SLOTS * slots.slot_bytes,
         )
-    bucket_bytes = {rank: slot_buckets.get(counted, 0) for rank, counted in enumerate(alike["train"].tolist())}
+    one_reader = bucket_bytes_within(options.scratch_bytes, 1, SLOTS)  # of ranks that count as one without slots
+    bucket_bytes = {rank: slot_buckets.get(counted, one_reader) for rank, counted in enumerate(alike["train"].tolist())}
     gen = {}
     for rank, (first, *later) in schedules["gen"].items():
         tables = _pull_bytes(first, bucket_bytes, options, topology, is_slotted=slotted[rank])

@@ -1,4 +1,4 @@
-"""Weights that are cast on the direct transport, between real processes: pushed, or in rounds through slots; then the rest.
+"""Weights that are cast on the direct transport, between real processes: pushed, or in rounds through slots.
 
 Readers who sum what they read pull it out of slots.
 """

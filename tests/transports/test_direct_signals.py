@@ -307,6 +307,38 @@ def test_readers_wait_for_no_trainer_that_has_left() -> None:
     assert values(run_ranks(4, leave_at_once, plan, timeout_s=60.0)) == [0] * 4
 
 
+def reads_in_order(number: int, address: str, shares_gpu: bool) -> list[str]:
+    """What a reader of slots does, in its order."""
+    for name in ("cuda", "cuda.bindings", "cuda.core"):  # of this process alone
+        sys.modules[name] = MagicMock()
+    from mcore_reshard.kernels.transports.direct import ends
+    from mcore_reshard.kernels.transports.direct.peer_signals import Signal
+
+    torch.cuda.current_stream = MagicMock()
+    ends.check_sums = lambda *_: None
+    done: list[str] = []
+
+    def note(what: str) -> Any:
+        return lambda *said, **_: done.append(f"{what} {Signal(said[1]).name}" if len(said) > 1 else what)
+
+    signals = SimpleNamespace(peers={0: None}, hear=note("hear"), tell=note("tell"), tell_last=note("tell"))
+    slots = SimpleNamespace(
+        shares_gpu=shares_gpu, sources={0}, rounds=lambda *_: done.append("casts"), check_sums=lambda: None
+    )
+    copies = SimpleNamespace(launch=lambda *_: done.append("the rest"), damaged=list)
+    pulled = SimpleNamespace(record=lambda _: done.append("record"))
+    reader = end_of(ends.Reader, signals, slots=slots, copies=copies, target=None, pulled=pulled)
+    reader.run(1)
+    return done
+
+
+def test_readers_pull_casts_last_but_for_those_that_share_a_gpu_with_the_source() -> None:
+    (apart,), (shared,) = (values(run_ranks(1, reads_in_order, shares_gpu)) for shares_gpu in (False, True))
+    last = ["tell STARTED", "hear CAST", "tell DONE"]
+    assert apart == ["hear READY", "the rest", "casts", "record", *last]
+    assert shared == ["hear READY", "casts", "hear CAST", "the rest", "record", last[0], last[2]]
+
+
 def come_late(number: int, address: str, plan: Plan) -> str:
     """gen:1 lets the trainer write two seconds after gen:0 has, which is too long for that. Returns what the trainer says."""
     from mcore_reshard.kernels.errors import TransferError

@@ -35,11 +35,14 @@ class Signals:
 
 
 def reader(heard: int, launched: list[int]) -> Any:
-    """A reader of two rounds of casts, then of the rest. `launched`: what it counted as written at each launch."""
+    """A reader of the rest, then of two rounds of casts. `launched`: what it counted as written at each launch."""
     made, of_casts = ends.Reader.__new__(ends.Reader), slots.SlotReader.__new__(slots.SlotReader)
-    copies = SimpleNamespace(launch=lambda stream: launched.append(made.written_bytes))
+    copies = SimpleNamespace(launch=lambda *_: launched.append(made.written_bytes))
     event = SimpleNamespace(record=lambda stream: None)
-    stream: Any = SimpleNamespace(wait_event=lambda event: None, wait_stream=lambda stream: None)
+    stream: Any = SimpleNamespace(
+        wait_event=lambda event: None, wait_stream=lambda stream: None, record_event=lambda: None
+    )
+    of_casts.shares_gpu = False
     of_casts._rounds = [SimpleNamespace(buckets=[SimpleNamespace(peer=0)], copies=copies)] * 2
     of_casts._taken, of_casts._cast = [event] * 2, {0: [event] * 2}
     of_casts._slot_streams = [stream] * 2

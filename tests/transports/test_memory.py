@@ -268,6 +268,15 @@ def test_trainers_hold_slots_for_readers_all_of_whose_bytes_a_copy_engine_reads(
     assert scratch(alone, topology=apart) == [True] and scratch(alone, topology=shared) == [False]
 
 
+def test_a_reader_of_slots_is_counted_beside_a_trainer_that_is_counted_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both trainers count as one, which has no slots; some readers have one source, and pull out of the slots of the other."""
+    monkeypatch.setattr(memory, "_FEW_TRANSFERS", 0)
+    plan = PlanCase("tiny-llama", "pp=2", "tp=2,pp=2", dtypes=("bf16", "fp8"), block=(4, 8)).plan()
+    topology = parse_topology("h200-8", 2, 4, "train=a*2,gen=a*4")
+    held = session_memory(plan, topology=topology, transports=("direct",)).transports["direct"]
+    assert min(rank.tables for rank in held["gen"]) > 0
+
+
 def test_auto_is_direct_on_one_host_and_nccl_between_hosts() -> None:
     plan = DENSE.plan()
     train, gen = plan.train.world, plan.gen.world

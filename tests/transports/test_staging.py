@@ -96,14 +96,14 @@ def test_rows_are_parted_alike_at_both_ends() -> None:
     assert sum(len(stage.sends) for part in (plain, cast) for stage in part.stages) == len(transfers)
 
 
-def test_the_first_round_with_a_weight_or_its_scales_computes_these() -> None:
+def test_the_first_round_with_a_weight_computes_its_scales() -> None:
     form = CastForm("bfloat16", "float8_e4m3fn", (4, 4), (2, 2))
     casts = {0: TensorCast(form, 3), 1: TensorCast(form, 4), 2: TensorCast(CastForm("float32", "bfloat16"), None)}
-    sources = [0, 7], [0, 4], [1, 3, 2]
+    sources = [0, 7], [0, 1], [1, 3, 2], [0, 4]
     rounds = [np.zeros(len(each), COPY) for each in sources]
     for copies, each in zip(rounds, sources, strict=True):
         copies["src"] = each
-    assert [*new_weights(rounds, casts)] == [[0], [1], [2]]
+    assert [*new_weights(rounds, casts)] == [[0], [1], [2], []]
 
 
 def test_too_little_scratch_is_an_error() -> None:

@@ -16,6 +16,7 @@ Weights that are cast on the way, and their scales, are written by the source, w
 Some readers pull them out of slots at the source instead (see `has_slots` and `slots`), after everything else: the first ones
 are cast meanwhile. When all casts are done the source says CAST, since the event of a source that dies never happens. On a GPU
 that both share, readers pull everything else last, after CAST: work that waits on the GPU takes turns there from those who cast.
+Replicas that push keep to one order there, too.
 """
 
 from __future__ import annotations
@@ -165,7 +166,8 @@ class Reader:
             gpus = {rank: {block.gpu for block in exported.allocations} for rank, exported in exports.items()}
             by_engine = read_by_engine(schedule, gpus, device, options)
             plain, cast = parted(schedule)
-            is_written = _may_be_written(bound, cast, options, kept, by_engine=gpus.keys() == {*by_engine})
+            all_by_engine = gpus.keys() == {*by_engine}
+            is_written = _may_be_written(bound, cast, options, kept, by_engine=all_by_engine)
             self._table = peer_table(plain)
             self._plain, self._cast, self._landing = plain, cast, landing_waves(plain, waves)
             signals.publish(is_written, prefix=_WRITTEN)

@@ -36,7 +36,7 @@ from .staging import SLOTS, SlotPlan, divide_slots, new_weights, rounds_of
 
 _PREFIX = "slots/"  # of the keys under which ranks publish their slots and events
 
-# All of an H100 or H200: readers wait for it.
+# All of an H100 or H200: readers wait for the first round as soon as they have queued everything else.
 _FASTEST = KernelShape(ctas=528, threads=256)
 # While others read its memory, a GPU that casts as fast as it can slows them. On two H100s, 10 GB of bfloat16 took 32.7 ms
 # with 528 CTAs, 30.3 with 132, 29.4 with 88, 29.7 with 66 and 31.5 with 44; the same bytes without casts took 29.2.
@@ -44,7 +44,7 @@ _CALM = KernelShape(ctas=88, threads=256)
 
 
 def _casting_shape(device: torch.device, *, shares_gpu: bool, first: bool) -> KernelShape:
-    """How a round is cast. Readers wait for the first. Ranks of one GPU take turns on it, so each is to end soon."""
+    """How a round is cast. Readers may wait for the first. Ranks of one GPU take turns on it, so each is to end soon."""
     is_hopper = torch.cuda.get_device_capability(device)[0] == 9  # of others it has not been measured
     return _CALM if is_hopper and not shares_gpu and not first else _FASTEST
 
@@ -54,7 +54,7 @@ class _Casting:
     """A round of a source."""
 
     peers: tuple[int, ...]
-    gather: DeviceGather  # computes the scales of weights that no earlier round casts
+    gather: DeviceGather  # computes the scales of the `new_weights` of the round
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class SlotSource:
         return self._taken.keys()
 
     def rounds(self, run: int) -> None:
-        """Queue all casts. Returns once all readers have queued all pulls."""
+        """Queue all casts. Returns once all readers have queued all pulls. What was queued for the weights has been done."""
         assert self.stream is not None, "nothing is cast"
         self.began = None
         for number, each in enumerate(self._rounds):

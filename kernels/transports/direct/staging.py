@@ -76,8 +76,9 @@ def parted(schedule: Schedule) -> tuple[Schedule, Schedule]:
 def has_slots(cast: Schedule, *, checksums: bool, by_engine: bool) -> bool:
     """Whether casts go through slots although readers' memory can be mapped.
 
-    So do those of readers that pass them on, or sum what they read; and of readers all of whose bytes a copy engine may read.
-    Between two H200s it moves 390 GB/s with the kernel beside it, where a kernel that casts and writes moves 367.
+    They do for readers that pass them on or sum what they read, and for readers all of whose bytes a copy engine may read.
+    Between two H200s it moves 390 GB/s with the kernel beside it, where a kernel that casts and writes moves 367. Other
+    numbers of GPUs were not measured.
     """
     return cast.relayed or checksums or by_engine
 
@@ -101,16 +102,13 @@ def _by_tensor(
 
 
 def new_weights(rounds: Iterable[NDArray[np.void]], casts: Casts) -> Iterator[list[int]]:
-    """For each of a source's `rounds` of copies: weights that it casts, or whose scales it sends, and no earlier one does.
+    """For each of a source's `rounds` of copies: weights that it casts and no earlier one does, as indices of tensors.
 
-    It computes their scales. Weights are indices of tensors.
+    Their scales are computed in that round. They are sent in it, or later: a source sends no scales without their weight.
     """
-    weight_of = {index: index for index in casts} | {
-        cast.scales: index for index, cast in casts.items() if cast.scales is not None
-    }
     seen: set[int] = set()
     for copies in rounds:
-        weights = {weight_of[src] for src in np.unique(copies["src"]).tolist() if src in weight_of}
+        weights = {*np.unique(copies["src"]).tolist()} & casts.keys()
         yield sorted(weights - seen)
         seen |= weights
 
