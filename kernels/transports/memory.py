@@ -218,7 +218,8 @@ def _direct(
             tables=_casting_bytes(schedule, rounds) + _casting_bytes(schedule, [pushed], PUSHED_TILE_BYTES),
             scratch=SLOTS * slots.slot_bytes,
         )
-    one_reader = bucket_bytes_within(options.scratch_bytes, 1, SLOTS)  # of ranks that count as one without slots
+    # Where the rank that is counted for a source has no slots.
+    one_reader = bucket_bytes_within(options.scratch_bytes, 1, SLOTS)
     bucket_bytes = {rank: slot_buckets.get(counted, one_reader) for rank, counted in enumerate(alike["train"].tolist())}
     gen = {}
     for rank, (first, *later) in schedules["gen"].items():

@@ -191,7 +191,7 @@ def _pushed(plan: Plan, hops: Sequence[Traffic], options: Options) -> Iterator[_
     nbytes = [np.add.reduceat(each.shape_bytes[each.shape], each.first[:-1]) for each in hops]
     received = np.bincount(np.concatenate([each.dst for each in hops]), np.concatenate(nbytes))
     waves = waves_for(int(received.max()))
-    if plan.casts:  # all count as rounds of slots, also what is not cast, which has waves before
+    if plan.casts:  # what is not cast is taken to come in rounds of slots, too
         sources, pulled = np.unique(hops[0].src), np.bincount(hops[0].dst, nbytes[0])
         readers = max(len(np.unique(hops[0].dst[hops[0].src == source])) for source in sources.tolist())
         waves = -(-int(pulled.max()) // bucket_bytes_within(options.scratch_bytes, readers, SLOTS))
