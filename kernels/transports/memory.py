@@ -17,6 +17,7 @@ engine, unless some readers of casts have sources on one GPU alone. One of them 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -32,9 +33,10 @@ from mcore_reshard.kernels.copies.copy_table import Ints, joined
 from mcore_reshard.kernels.copies.peer_table import PeerTable, peer_table
 from mcore_reshard.kernels.copies.strata import strata_of
 from mcore_reshard.kernels.cuda.cast_tiles import cut_gather, scale_blocks
-from mcore_reshard.kernels.cuda.engine_rows import ENGINE_SHARE, divided
+from mcore_reshard.kernels.cuda.engine_rows import ENGINE_SHARE, ENGINE_STREAMS, divided
 from mcore_reshard.kernels.cuda.tiles import DEFAULT_TILE_BYTES, cut_tiles, table_bytes
 from mcore_reshard.kernels.options import Options
+from mcore_reshard.planner.plan.loads import pulled_bytes
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.planner.plan.paths import NIC
 from mcore_reshard.planner.plan.plan import Plan
@@ -42,6 +44,7 @@ from mcore_reshard.planner.plan.schedule import Schedule, View, World
 from mcore_reshard.planner.topology.topology import Topology
 
 from .direct.staging import PUSHED_TILE_BYTES, SLOTS, divide_slots, has_slots, new_weights, parted, with_other_end
+from .direct.turns import engine_orders
 from .nccl.buffers import buffer_bytes
 from .nccl.shared_gpus import SharedGpus
 from .nccl.staging import (
@@ -109,7 +112,8 @@ def session_memory(
     by_transport: dict[str, _Counted] = {}
     pushes = len(plan.later_hops) == 1
     if "direct" in transports:
-        by_transport["direct"] = _direct(_each(ranks, lambda rank: rank.hops), alike, options, topology, pushes=pushes)
+        gpus = _Gpus.of(plan, topology)
+        by_transport["direct"] = _direct(_each(ranks, lambda rank: rank.hops), alike, options, gpus, pushes=pushes)
     if "nccl" in transports:
         domains = None if topology is None else shared_gpus(plan, topology, "nccl").cells
         by_transport["nccl"] = _nccl(_each(ranks, lambda rank: rank.hops), alike, options, domains, plan.waves)
@@ -117,7 +121,7 @@ def session_memory(
         by_transport["gloo"] = _each(ranks, lambda rank: RankMemory(scratch=_gloo_scratch(rank, options)))
     if "auto" in transports and topology is not None:
         joined, shared = joined_hops(plan, topology, "auto"), shared_gpus(plan, topology, "auto")
-        by_transport["auto"] = _auto(ranks, alike, options, topology, shared, joined, plan.waves, pushes=pushes)
+        by_transport["auto"] = _auto(plan, ranks, alike, options, topology, shared, joined, plan.waves, pushes=pushes)
     staging = {rank: _tensor_bytes(each.schedule) for rank, each in ranks["gen"].items()}
     return SessionMemory(
         {
@@ -181,27 +185,55 @@ def _alike(plan: Plan, world: World, topology: Topology | None) -> NDArray[np.in
     return counted
 
 
+@dataclass(frozen=True, slots=True)
+class _Gpus:
+    """The GPUs of training ranks and generation ranks, and in which order each of these takes them by a copy engine."""
+
+    train: Ints
+    gen: Ints
+    orders: Mapping[int, Sequence[int]]
+
+    @classmethod
+    def of(cls, plan: Plan, topology: Topology | None, *, near: bool = False) -> _Gpus:
+        """Without a topology each rank has a GPU of its own. `near`: pairs of a domain of NVLink alone go by `direct`."""
+        train, gen = np.arange(plan.train.world), np.arange(plan.gen.world) + plan.train.world
+        pulled = np.zeros((0, 0), np.int64) if plan.later_hops else pulled_bytes(plan)
+        if topology is not None:
+            train, gen = topology.gpus("train"), topology.gpus("gen")
+            if near and len(pulled):
+                pulled[topology.domains("train")[:, None] != topology.domains("gen")] = 0
+        pulls: dict[int, Counter[int]] = {rank: Counter() for rank in range(plan.gen.world)}
+        for source, reader in zip(*(each.tolist() for each in pulled.nonzero()), strict=True):
+            if train[source] != gen[reader]:
+                pulls[reader][int(train[source])] += int(pulled[source, reader])
+        return cls(train, gen, engine_orders(pulls, [*dict.fromkeys(train.tolist())]))
+
+    def others(self, sources: Collection[int], reader: int) -> dict[int, int]:
+        """Of each source that is on another GPU than the reader's: its GPU."""
+        return {source: int(self.train[source]) for source in sources if self.train[source] != self.gen[reader]}
+
+    def turns(self, reader: int) -> dict[int, int]:
+        """Of each training rank that an engine reads: when."""
+        order = self.orders.get(reader, ())
+        of_gpu = {gpu: turn for turn, gpu in enumerate(order)}
+        return {source: of_gpu[gpu] for source, gpu in enumerate(self.train.tolist()) if gpu in of_gpu}
+
+
 def _direct(
     schedules: Mapping[World, Mapping[int, Sequence[Schedule]]],
     alike: _Alike,
     options: Options,
-    topology: Topology | None,
+    gpus: _Gpus,
     *,
     pushes: bool,
 ) -> _Counted:
-    """`schedules` has the hops of each rank that is counted. Without a topology, each rank has a GPU of its own.
+    """`schedules` has the hops of each rank that is counted.
 
     Replicas push what they pass on, or pull it from each other. Engine ranks are taken to be such that training ranks can
     write what they cast straight into their memory; those whose memory cannot be mapped make trainers hold slots, too.
     """
     slotted = {  # of each engine rank: whether it pulls what is cast out of slots
-        rank: has_slots(
-            first,
-            checksums=options.checksums,
-            by_engine=bool(
-                _are_read_by_engine(np.array([*first.peers], int), first, first.peers, options, topology).all()
-            ),
-        )
+        rank: has_slots(first, checksums=options.checksums, by_engine=_is_read_from_one_gpu(first, options, gpus))
         for rank, (first, *_) in schedules["gen"].items()
     }
     train, slot_buckets = {}, {}  # bytes of a bucket in slots
@@ -223,12 +255,12 @@ def _direct(
     bucket_bytes = {rank: slot_buckets.get(counted, one_reader) for rank, counted in enumerate(alike["train"].tolist())}
     gen = {}
     for rank, (first, *later) in schedules["gen"].items():
-        tables = _pull_bytes(first, bucket_bytes, options, topology, is_slotted=slotted[rank])
+        tables = _pull_bytes(first, bucket_bytes, options, gpus, is_slotted=slotted[rank])
         for hop in later:
             if pushes and hop.world == "train":
                 tables += _tile_bytes(peer_table(hop), options)
             elif not pushes and hop.world == "gen":
-                tables += _pull_bytes(hop, bucket_bytes, options, topology, is_slotted=True)
+                tables += _pull_bytes(hop, bucket_bytes, options, gpus, is_slotted=True)
         gen[rank] = RankMemory(tables=tables)
     return {"train": train, "gen": gen}
 
@@ -242,7 +274,7 @@ def _pull_bytes(
     schedule: Schedule,
     bucket_bytes: Mapping[int, int],
     options: Options,
-    topology: Topology | None,
+    gpus: _Gpus,
     *,
     is_slotted: bool,
 ) -> int:
@@ -258,25 +290,28 @@ def _pull_bytes(
     peer = np.repeat([bucket.peer for bucket in buckets], [len(bucket.copies) for bucket in buckets])
     bases = np.zeros(len(schedule.tensors) + len(table.theirs) + 1, np.uint64)
     nbytes = 0
-    # The last is whose memory each part has mapped.
-    for of_part, source, mapped in ((table.copies, table.peer, schedule.peers), (copies, peer, cast.peers)):
-        by_engine = _are_read_by_engine(source.astype(np.int64), schedule, mapped, options, topology)
-        tiles, _ = divided(of_part, bases, DEFAULT_TILE_BYTES, by_engine, ENGINE_SHARE)
+    may_use_engine = _may_use_engine(schedule, options)
+    in_slots = gpus.others(cast.peers, schedule.rank)
+    of_slots = dict.fromkeys(in_slots, 0) if len({*in_slots.values()}) == 1 else {}
+    for of_part, source, turns, streams in (
+        (table.copies, table.peer, gpus.turns(schedule.rank), ENGINE_STREAMS),
+        (copies, peer, of_slots, 1),
+    ):
+        turn = np.array([turns.get(rank, -1) if may_use_engine else -1 for rank in source.tolist()], np.int64)
+        tiles, _ = divided(of_part, bases, DEFAULT_TILE_BYTES, turn, ENGINE_SHARE, streams=streams)
         nbytes += table_bytes(tiles, checksums=options.checksums)
     return nbytes
 
 
-def _are_read_by_engine(
-    source: Ints, schedule: Schedule, mapped: Collection[int], options: Options, topology: Topology | None
-) -> NDArray[np.bool_]:
-    """[source] whether a copy engine reads from these ranks, as `read_by_engine` of executors, which map all `mapped` ranks."""
-    if options.checksums or schedule.relayed or schedule.between_replicas:
-        return np.zeros(len(source), bool)
-    if topology is None:
-        return np.full(len(source), len(mapped) == 1)
-    gpus, own = topology.gpus("train"), topology.gpus("gen")[schedule.rank]
-    others = {gpus[each] for each in mapped} - {own}
-    return (gpus[source] != own) & (len(others) == 1)
+def _may_use_engine(schedule: Schedule, options: Options) -> bool:
+    """As `may_use_engine` of executors."""
+    return not (options.checksums or schedule.relayed or schedule.between_replicas)
+
+
+def _is_read_from_one_gpu(schedule: Schedule, options: Options, gpus: _Gpus) -> bool:
+    """Whether all that a generation rank gets lies on one GPU, from which a copy engine may read it."""
+    others = gpus.others(schedule.peers, schedule.rank)
+    return _may_use_engine(schedule, options) and others.keys() == schedule.peers and len({*others.values()}) == 1
 
 
 def _nccl(
@@ -358,6 +393,7 @@ class _NcclUse:
 
 
 def _auto(
+    plan: Plan,
     ranks: Mapping[World, Mapping[int, _Rank]],
     alike: _Alike,
     options: Options,
@@ -393,7 +429,8 @@ def _auto(
         for near in (True, False)
     )
     any_far = any(end.peers for of_world in by_nccl.values() for ends in of_world.values() for end in ends)
-    counted = _direct(by_direct, alike, options, topology, pushes=pushes and not any_far)
+    gpus = _Gpus.of(plan, topology, near=True)
+    counted = _direct(by_direct, alike, options, gpus, pushes=pushes and not any_far)
     for world, of_world in _nccl(by_nccl, alike, options, shared.cells, waves, shared).items():
         for rank, held in of_world.items():
             direct = counted[world][rank]

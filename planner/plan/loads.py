@@ -97,6 +97,18 @@ def rail_bytes(plan: Plan) -> RailBytes:
     return RailBytes(nbytes, on_rail)
 
 
+def pulled_bytes(plan: Plan) -> Ints:
+    """[training ranks, generation ranks] the bytes that each pair exchanges. Like `rail_bytes`, this expands all transfers."""
+    pulled = np.zeros((plan.train.world, plan.gen.world), np.int64)
+    for transfers in plan.transfer_groups:
+        pattern = plan.patterns[transfers.pattern]
+        hop = plan.first_hop(transfers, np.arange(transfers.members))
+        src = plan.rank_grids[transfers.src][pattern.parts["train"][hop.overlap], hop.src]
+        dst = plan.rank_grids[transfers.dst][pattern.parts["gen"][hop.overlap], hop.dst]
+        np.add.at(pulled, np.broadcast_arrays(src, dst), hop.runs * pattern.overlap_bytes[hop.overlap])
+    return pulled
+
+
 def busiest_link(plan: Plan) -> float:
     """Seconds for which the busiest link is busy; without a topology its bytes."""
     if plan.topology is not None:

@@ -178,8 +178,9 @@ def test_what_a_copy_engine_does_not_take_is_left_to_the_kernel(
     touching["dst_offset"] += 20_000
     copies = np.concatenate([strided, touching])
     addresses = np.array([64 + n * 40_016 for n in range(4)], np.uint64)
-    is_far = copies["src"] != 0
-    tiles, rows = engine_rows.divided(copies, addresses, 64, is_far, share)
+    turn = copies["src"].astype(np.int64) - 1  # none of base 0
+    is_far = turn >= 0
+    tiles, rows = engine_rows.divided(copies, addresses, 64, turn, share, streams=1)
     assert is_far[rows.copy].all() and (copies["extents"][rows.copy] == 1).all()
     fits = is_far & (copies["extents"] == 1).all(axis=1)
     assert rows.nbytes.sum() <= share * (copies["extents"].prod(axis=1) * copies["row_bytes"])[is_far].sum()
@@ -188,9 +189,9 @@ def test_what_a_copy_engine_does_not_take_is_left_to_the_kernel(
         assert len(rows.src) < len(rows.copy) == fits.sum(), "copies that touch become one row"
 
     placed = PlacedCopies.of(copies, addresses)
-    engine = copy_engine.EngineCopies(rows, torch.device("cuda", 0))
+    engine = copy_engine.EngineCopies(rows, torch.device("cuda", 0), 3)
     assert tile_problems(np.concatenate([tiles, engine.read_back()]), placed, str) == []
-    for told in (rows.src, rows.dst, rows.nbytes):
+    for told in engine._rows[:3]:
         for row in range(0, len(told), 7):
             told[row] += 2
             assert len(tile_problems(np.concatenate([tiles, engine.read_back()]), placed, str)) > 0

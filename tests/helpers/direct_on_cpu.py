@@ -29,6 +29,7 @@ from mcore_reshard.kernels.copies.cast_arithmetic import block_scales
 from mcore_reshard.kernels.copies.casts import Casts
 from mcore_reshard.kernels.copies.cpu import run_copies
 from mcore_reshard.kernels.copies.executed import executed_digests
+from mcore_reshard.kernels.cuda import copy_engine, engine_rows
 from mcore_reshard.kernels.cuda.exported import Allocation, Export
 from mcore_reshard.kernels.errors import TransportUnavailable
 from mcore_reshard.kernels.options import Options
@@ -161,7 +162,7 @@ class Event:
 class Stream:
     """A stream that is never behind."""
 
-    device = torch.device("cpu")
+    device, cuda_stream = torch.device("cpu"), 0
 
     def __init__(self, *_: Any) -> None: ...
 
@@ -174,6 +175,15 @@ class Stream:
 
     def query(self) -> bool:
         return True
+
+
+def copy_rows(dst: int, src: int, nbytes: int, count: int, *_: Any) -> int:
+    """A call of the driver: copies are of bytes, and none fails."""
+    for to, of, size in zip(
+        *((ctypes.c_uint64 * count).from_address(each) for each in (dst, src, nbytes)), strict=True
+    ):
+        ctypes.memmove(to, of, size)
+    return 0
 
 
 def of_all_ranks(plan: Plan) -> list[Tensors]:
@@ -202,13 +212,14 @@ def refit(
     sleeping: Collection[int] = (),
     checksums: bool = False,
     engine: bool = False,
+    apart: bool = False,
     shared: bool = False,
 ) -> tuple[str, str, dict[str, str], dict[str, int]]:
     """Rank `number` refits: (executor, end of it, digests of what it executes, wrong elements by parameter).
 
     With `by_pair` pairs in MCORE_RESHARD_UNREACHABLE go by a stand-in for nccl. `early`: replicas push all in the first wave.
-    Nobody else can map the memory of engine ranks that are `sleeping`. `engine`: there is a copy engine, and all sources are on
-    one GPU. `shared`: as on a GPU that both sides share.
+    Nobody else can map the memory of engine ranks that are `sleeping`. `engine`: there is a copy engine. All sources are on
+    one GPU, or on one each where they are `apart`. `shared`: as on a GPU that both sides share.
     """
     for name in ("cuda", "cuda.bindings", "cuda.core"):  # of this process alone, as all that follows
         sys.modules[name] = MagicMock()
@@ -220,6 +231,8 @@ def refit(
 
     pull.DeviceCopies, ends.is_plain = CpuCopies, lambda tensor: True  # type: ignore[misc, assignment]
     pull.is_available = lambda: engine  # type: ignore[assignment]
+    engine_rows.LEAST_BYTES, engine_rows._ROW_COST_BYTES, engine_rows._ROW_COST_OVER_SEVERAL = 1, 0, 0
+    copy_engine._batch_call = lambda: copy_rows  # type: ignore[assignment]
     replica.waves_for = lambda nbytes: waves
     if early:
         pushing = ends.pushing_waves
@@ -229,7 +242,8 @@ def refit(
     schedule = schedule_of(plan, world, rank)  # type: ignore[arg-type]
     tensors = dict(held[number])
     slab = Slab(tensors.pop(SLAB, torch.empty(0, dtype=torch.uint8)))
-    memory = UnmappedMemory() if world == "gen" and rank in sleeping else OneAddressSpace()
+    memory: FakeMemory = UnmappedMemory() if world == "gen" and rank in sleeping else OneAddressSpace()
+    memory.gpu = f"GPU-{number}" if apart else memory.gpu
     slots.DeviceGather = pushes.DeviceGather = CpuGather  # type: ignore[misc, assignment]
     if shared:
         slots.gpu_of = lambda device: memory.gpu  # type: ignore[assignment]
@@ -269,4 +283,6 @@ def _described(end: Any) -> str:
     name = type(end).__name__
     if name == "Source" and end._pushes is not None:
         return "Source that pushes"
-    return "Reader that is written" if name == "Reader" and end._target is not None else name
+    if name == "Reader" and any(pull._engine is not None for pull in end._copies._pulls):
+        name = "Reader with an engine"
+    return f"{name} that is written" if name.startswith("Reader") and end._target is not None else name

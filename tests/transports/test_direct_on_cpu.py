@@ -10,10 +10,13 @@ from helpers.plans import Case
 from helpers.ranks import run_ranks, values
 
 from mcore_reshard.kernels.copies.executed import first_difference
+from mcore_reshard.kernels.transports.direct import turns
 from mcore_reshard.kernels.transports.peer_access import UNREACHABLE_VARIABLE
 from mcore_reshard.planner.layout.megatron import MegatronBuild
 
 MOE = Case("tiny-qwen3-moe", "tp=2,ep=2", "tp=2")
+DENSE = Case("tiny-qwen3", "tp=2,dp=2", "tp=4")
+PIPELINED = Case("tiny-llama", "tp=2,pp=2", "tp=2")
 ONE_TO_THREE = Case("tiny-qwen3", "tp=1", "dp=3")
 TWO_TO_FOUR = Case("tiny-qwen3-moe", "tp=2,ep=2", "tp=2,dp=2")
 FP8_TO_FP8 = Case("tiny-qwen3-moe-fp8", "tp=1", "dp=2", dtypes=("fp8", "fp8"), block=(128, 128))
@@ -60,6 +63,25 @@ def test_readers_pull() -> None:
     assert refitted(MOE) == (["direct"] * 4, ["Source"] * 2 + ["Reader"] * 2)
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["one GPU", "a GPU each"])
+@pytest.mark.parametrize("case", [MOE, DENSE, PIPELINED], ids=str)
+def test_a_copy_engine_helps_readers(case: Case, apart: bool) -> None:
+    plan = case.plan()
+    ends = ["Source"] * plan.train.world + ["Reader with an engine"] * plan.gen.world
+    assert refitted(case, engine=True, apart=apart)[1] == ends
+
+
+def test_where_readers_would_meet_no_engine_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "_LOST", 0.0)
+    assert refitted(MOE, engine=True, apart=True)[1] == ["Source"] * 2 + ["Reader"] * 2
+
+
+def test_what_others_write_beside_an_engine() -> None:
+    """Trainers on several GPUs write what they cast, while engines read the rest."""
+    ends = ["Source that pushes"] * 2 + ["Reader with an engine that is written"] * 2
+    assert refitted(CAST_TO_TWO, engine=True, apart=True)[1] == ends
+
+
 @pytest.mark.parametrize("case", [PIPELINED_CAST, CAST_TO_TWO, NARROWED, STACKED], ids=str)
 def test_a_trainer_pushes_what_it_casts(case: Case) -> None:
     plan = case.plan()
@@ -72,7 +94,8 @@ def test_a_trainer_pushes_what_it_casts(case: Case) -> None:
     ids=["sleep", "checksums", "one GPU that a copy engine reads", "sleep on a shared GPU"],
 )
 def test_some_readers_pull_casts_through_slots(how: dict[str, Any]) -> None:
-    assert refitted(CAST_TO_TWO, **how)[1] == ["Source"] * 2 + ["Reader"] * 2
+    reader = "Reader with an engine" if "engine" in how else "Reader"
+    assert refitted(CAST_TO_TWO, **how)[1] == ["Source"] * 2 + [reader] * 2
 
 
 def test_a_source_casts_for_readers_of_both_kinds() -> None:

@@ -128,12 +128,13 @@ def recorded() -> list[tuple[str, Case, str, dict[str, Any]]]:
 
 
 RECORDED = recorded()
-COUNTED: dict[tuple[str, str, bool, float, int], dict[str, list[RankMemory]]] = {}
+COUNTED: dict[tuple[str, str, bool, tuple[Any, ...]], dict[str, list[RankMemory]]] = {}
 
 
 def counted_for(file: str, case: Case, *, checksums: bool) -> dict[str, list[RankMemory]]:
     """By transport, both worlds together; each workload is counted once."""
-    key = file, case.name, checksums, memory.has_slots, memory.ENGINE_SHARE, planner._LARGEST_OF_SMALL_MODELS
+    patched = memory.has_slots, memory.ENGINE_SHARE, memory.ENGINE_STREAMS, planner._LARGEST_OF_SMALL_MODELS
+    key = file, case.name, checksums, patched
     if key not in COUNTED:
         transports = session_memory(case.plan(), Options(checksums=checksums)).transports
         COUNTED[key] = {name: [*chain.from_iterable(worlds.values())] for name, worlds in transports.items()}
@@ -163,7 +164,8 @@ def test_gpus_held_what_is_counted(
 ) -> None:
     if row["date"] < "2026-11-25" or "engine_percent=0" in row["method"]:  # before copy engines helped
         monkeypatch.setattr(memory, "ENGINE_SHARE", 0.0)
-    if row["date"] < "2026-11-27":  # before trainers pushed what they cast
+    if row["date"] < "2026-11-27":  # before copy engines took several streams, and trainers pushed what they cast
+        monkeypatch.setattr(memory, "ENGINE_STREAMS", 1)
         monkeypatch.setattr(memory, "has_slots", lambda cast, checksums, by_engine: True)
     if row["date"] < "2026-11-26":  # before small models were cut finer
         monkeypatch.setattr(planner, "_LARGEST_OF_SMALL_MODELS", planner._LARGEST_OVERLAP)

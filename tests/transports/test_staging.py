@@ -130,5 +130,7 @@ def test_experts_lie_in_slots_as_the_engine_has_them() -> None:
     tensors = len(gen.tensors)
     for bucket in pulled:
         copies = bucket.copies_at(tensors, 0)
-        _, rows = divided(copies, np.zeros(tensors + 1, np.uint64), 1 << 17, np.ones(len(copies), bool), 0.97)
+        _, rows = divided(
+            copies, np.zeros(tensors + 1, np.uint64), 1 << 17, np.zeros(len(copies), np.int64), 0.97, streams=1
+        )
         assert rows.nbytes.mean() > 8e6

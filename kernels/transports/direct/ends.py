@@ -38,6 +38,7 @@ from mcore_reshard.kernels.copies.read_back import Executed
 from mcore_reshard.kernels.copies.tensors import gpu_of
 from mcore_reshard.kernels.cuda.copy_kernel import KernelShape, own_gpu_shape
 from mcore_reshard.kernels.cuda.device_memory import is_plain
+from mcore_reshard.kernels.cuda.engine_rows import ENGINE_STREAMS
 from mcore_reshard.kernels.cuda.executed_tiles import PlacedCopies
 from mcore_reshard.kernels.cuda.ipc import export_event, open_event, withdraw_event
 from mcore_reshard.kernels.errors import TransportUnavailable
@@ -48,11 +49,12 @@ from mcore_reshard.planner.plan.schedule import Schedule
 
 from .event_wait import EventWait
 from .peer_signals import PeerSignals, Signal
-from .pull import DirectOptions, Waves, check_sums, parameter_of, read_by_engine
+from .pull import DirectOptions, Waves, check_sums, may_use_engine, on_one_gpu, parameter_of
 from .pushes import CastWave, Pushes, Target
 from .shared_memory import addresses_of, fetch_exports, share_memory
 from .slots import SlotReader, SlotSource
 from .staging import has_slots, parted, with_other_end
+from .turns import engine_turns, publish_readers
 from .waves import landing_waves, pushing_waves
 
 # Of the keys under which readers say whether sources write what they cast, and where.
@@ -72,6 +74,7 @@ class Source:
         self._reading = EventWait(signals, "the pull")
         self._not_done: int | None = None  # the run whose DONE has not been received yet
         share_memory(signals, kept, bound.by_name)
+        publish_readers(signals)
         parse = partial(open_event, device=self._device)
         self._read = {peer: signals.fetch(peer, parse) for peer in signals.peers}  # happened: the last pull has ended
         plain, cast = parted(bound.schedule)
@@ -153,8 +156,8 @@ class Reader:
         self._signals = signals
         self._pulling = EventWait(signals, "the pull")
         device = self._device = bound.device or torch.device("cuda", torch.cuda.current_device())
-        # torch hands out 32 streams in turn, so that these two differ.
-        self._stream, engine_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        # torch hands out 32 streams in turn, so that these differ.
+        self._stream, *engine_streams = (torch.cuda.Stream(device) for _ in range(1 + ENGINE_STREAMS))
         self._pulled = torch.cuda.Event(interprocess=True)
         signals.publish(export_event(self._pulled, device))
         self._mappings, self._slot_mappings = kept.mappings(device), kept.mappings(device, stay=False)
@@ -164,17 +167,18 @@ class Reader:
         try:
             exports = fetch_exports(signals, kept, signals.peers)
             gpus = {rank: {block.gpu for block in exported.allocations} for rank, exported in exports.items()}
-            by_engine = read_by_engine(schedule, gpus, device, options)
             plain, cast = parted(schedule)
-            all_by_engine = gpus.keys() == {*by_engine}
-            is_written = _may_be_written(bound, cast, options, kept, by_engine=all_by_engine)
+            helps = may_use_engine(schedule, options)
+            by_engine = engine_turns(plain, gpus, gpu_of(device), signals, helps=helps)
+            from_one = helps and on_one_gpu(gpus, device).keys() == gpus.keys()
+            is_written = _may_be_written(bound, cast, options, kept, by_engine=from_one)
             self._table = peer_table(plain)
             self._plain, self._cast, self._landing = plain, cast, landing_waves(plain, waves)
             signals.publish(is_written, prefix=_WRITTEN)
             if is_written:
                 self._target = Target(bound.rows(cast), signals, kept, prefix=_CASTS)
                 cast = cast.with_peers(())
-            slots = bound, cast, signals, self._slot_mappings, self._stream, engine_stream, options, ctas
+            slots = bound, cast, signals, self._slot_mappings, self._stream, engine_streams[0], options, ctas
             self._slots = SlotReader(*slots)
             addresses = addresses_of(self._table, bound, exports, self._mappings)
             sources = {gpu for of_rank in gpus.values() for gpu in of_rank}
@@ -190,7 +194,7 @@ class Reader:
             self._copies = Waves(
                 self._table, self._landing[self._table.transfer], addresses, device, shape, options,
                 by_engine=by_engine, first=schedule.rank,
-                together=1 if by_tile else None, own_gpu=own_gpu, engine_stream=engine_stream,
+                together=1 if by_tile else None, own_gpu=own_gpu, engine_streams=engine_streams,
             )  # fmt: skip
         except BaseException:
             withdraw_event(self._pulled)

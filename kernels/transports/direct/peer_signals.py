@@ -6,6 +6,7 @@ import struct
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from dataclasses import replace
 from enum import IntEnum
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from mcore_reshard.kernels.rendezvous.gloo_group import GlooMessage
 from mcore_reshard.kernels.rendezvous.store_keys import FailFastStore, StoreKeys
 from mcore_reshard.kernels.transports.base import connect_group
 from mcore_reshard.kernels.transports.group_ranks import group_names, peer_group_rank
+from mcore_reshard.planner.plan.schedule import World
 
 T = TypeVar("T")
 
@@ -60,6 +62,11 @@ class PeerSignals:
     def fetch(self, peer: int, parse: Callable[[Any], T], *, prefix: str = "") -> T:
         """The value that a peer publishes."""
         waiting = self.peers[peer]
+        return fetch(self.store, prefix + waiting.peer, waiting, parse, timeout_s=self.timeout_s)
+
+    def fetch_from(self, world: World, rank: int, parse: Callable[[Any], T], prefix: str) -> T:
+        """The value that any rank of the session publishes, also one that this rank exchanges no bytes with."""
+        waiting = replace(next(iter(self.peers.values())), peer=self._bound.schedule.name_of(world, rank))
         return fetch(self.store, prefix + waiting.peer, waiting, parse, timeout_s=self.timeout_s)
 
     def tell(self, run: int, signal: int, peers: Collection[int] | None = None) -> None:

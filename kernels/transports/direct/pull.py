@@ -1,12 +1,12 @@
-"""One launch of a rank that pulls: the copy engine takes large copies from another GPU, a kernel everything else.
+"""One launch of a rank that pulls: the copy engine takes large copies from other GPUs, a kernel everything else.
 
-58 GB of whole experts    the copy engine takes 55 GB, the largest copies first
+58 GB of whole experts    the copy engine takes 55 GB, the largest copies first; of several GPUs in turns (see turns.py)
 3 GB of rows              the kernel, and what the copy engine leaves of the experts
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,16 +56,19 @@ class Pull:
         options: DirectOptions,
         *,
         peer: Ints | NDArray[np.int32],
-        by_engine: Collection[int] = (),  # ranks of whose copies the copy engine takes its share
+        by_engine: Mapping[int, int] | None = None,  # of ranks of whose copies the copy engine takes its share: when
         first: int,
         together: int | None,
         own_gpu: bool = False,
-        engine_stream: torch.cuda.Stream | None = None,
+        engine_streams: Sequence[torch.cuda.Stream] = (),
     ) -> None:
-        is_far = np.isin(peer, [*by_engine])
-        tiles, rows = divided(copies, addresses, options.tile_bytes, is_far, options.engine_share)
-        self._engine = EngineCopies(rows, device) if len(rows.src) else None
-        self._engine_stream = engine_stream
+        turn = np.full(len(copies), -1)
+        for rank, of_rank in (by_engine or {}).items():
+            turn[peer == rank] = of_rank
+        streams = len(engine_streams)
+        tiles, rows = divided(copies, addresses, options.tile_bytes, turn, options.engine_share, streams=streams)
+        self._engine = EngineCopies(rows, device, streams) if len(rows.src) else None
+        self._engine_streams = engine_streams
         order = interleaved(peer[tiles["copy"]].astype(np.int64), first, together)
         self._kernel = DeviceCopies(tiles[order], device, shape, checksums=options.checksums, own_gpu=own_gpu)
         self.nbytes = self._kernel.nbytes
@@ -75,13 +78,14 @@ class Pull:
         if self._engine is None:
             self._kernel.launch(stream)
             return
-        assert self._engine_stream is not None
-        self._engine_stream.wait_stream(stream)
+        for each in self._engine_streams:
+            each.wait_stream(stream)
         try:
             self._kernel.launch(stream)
-            self._engine.launch(self._engine_stream)
+            self._engine.launch(self._engine_streams)
         finally:  # whoever waits for `stream` waits for what was queued
-            stream.wait_stream(self._engine_stream)
+            for each in self._engine_streams:
+                stream.wait_stream(each)
 
     def read_back(self) -> NDArray[np.void]:
         """Everything that the next launch copies (dtype TILE), as the device and the driver are told."""
@@ -166,18 +170,16 @@ def parameter_of(bound: BoundSchedule, table: PeerTable, copy: int) -> str:
     return bound.schedule.parameter_name(int(table.transfer_group[copy]), int(table.member[copy]))
 
 
-def read_by_engine(
-    schedule: Schedule, gpus: Mapping[int, Collection[str]], device: torch.device, options: DirectOptions
-) -> tuple[int, ...]:
-    """The ranks, of `gpus` by rank, of whose copies a copy engine takes its share: those on one other GPU than `device`.
-
-    A reader of several GPUs is left to the kernel, which takes from all of them in turn: no two readers then wait for one.
-    So is one whose weights replicas pass on, one with checksums, which the kernel computes, and one whose driver has no
-    batches of copies.
+def may_use_engine(schedule: Schedule, options: DirectOptions) -> bool:
+    """Whether a copy engine helps who reads: not where replicas pass weights on, with checksums, which the kernel computes, or
+    with a driver that has no batches of copies.
     """
+    passes_on = schedule.relayed or schedule.between_replicas
+    return not passes_on and not options.checksums and options.engine_share > 0 and is_available()
+
+
+def on_one_gpu(gpus: Mapping[int, Collection[str]], device: torch.device) -> dict[int, int]:
+    """The ranks on the only other GPU than `device`, each in turn 0: none where there are several. `gpus` are those of ranks."""
     own = gpu_of(device)
     others = {gpu for of_rank in gpus.values() for gpu in of_rank} - {own}
-    passes_on = schedule.relayed or schedule.between_replicas
-    if len(others) != 1 or passes_on or options.checksums or not options.engine_share or not is_available():
-        return ()
-    return tuple(rank for rank, of_rank in gpus.items() if own not in of_rank)
+    return {rank: 0 for rank, of_rank in gpus.items() if own not in of_rank} if len(others) == 1 else {}

@@ -1,0 +1,145 @@
+"""In which order copy engines read several GPUs: each reader begins with another one, and goes on as that one gets free.
+
+    gen:0    train:0, then train:1
+    gen:1    train:1, then train:0
+
+A GPU that one engine reads gives it 387 GB/s; two at once get 197 each, and the GPU that nobody reads meanwhile gives nothing.
+So an order is as good as it keeps readers apart. Kernels, which read from all GPUs in turns of a tile, need none: 368 GB/s.
+All ranks compute the same order from the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from mcore_reshard.planner.plan.schedule import Schedule
+
+if TYPE_CHECKING:
+    from .peer_signals import PeerSignals
+
+Gpu = TypeVar("Gpu")
+Pulls = Mapping[int, Mapping[Gpu, int]]  # bytes that each reader gets from each GPU, other than its own
+Orders = dict[int, list[Gpu]]  # of each reader: the GPUs that it reads
+
+_BEST, _LOST = 1.001, 1.04  # of the least time: no other order is tried; kernels take no longer
+_MOST_PAIRS = 4096  # of readers and GPUs, more than a domain of NVLink has: an order takes a second to find
+
+
+def engine_orders(pulls: Pulls[Gpu], gpus: Sequence[Gpu]) -> Orders[Gpu]:
+    """In which order each reader takes its GPUs, all of which are among `gpus`; {} where engines would be in each other's way.
+
+    `gpus` are best in the order of the ranks on them: readers that are numbered alike then begin with the next GPU each.
+    """
+    if sum(map(len, pulls.values())) > _MOST_PAIRS:
+        return {}
+    of_gpu: Counter[Gpu] = Counter()
+    for of_reader in pulls.values():
+        of_gpu.update(of_reader)
+    least = max([*of_gpu.values(), *(sum(of_reader.values()) for of_reader in pulls.values())], default=0)
+    until, found = _bytes_until_done(pulls, rotated := _rotated(pulls, gpus)), rotated
+    if until > _BEST * least and (of_listed := _bytes_until_done(pulls, listed := _listed(pulls, gpus))) < until:
+        until, found = of_listed, listed
+    return found if until <= _LOST * least else {}
+
+
+def _rotated(pulls: Pulls[Gpu], gpus: Sequence[Gpu]) -> Orders[Gpu]:
+    """All in the order of `gpus`, each from another one on: the best where all read all, or all but their own."""
+    taken = [gpu for gpu in gpus if any(of_reader.get(gpu) for of_reader in pulls.values())]
+    return {
+        reader: [gpu for gpu in taken[number % len(taken) :] + taken[: number % len(taken)] if pulls[reader].get(gpu)]
+        for number, reader in enumerate(sorted(pulls))
+        if taken
+    }
+
+
+def _listed(pulls: Pulls[Gpu], gpus: Sequence[Gpu]) -> Orders[Gpu]:
+    """Whatever can begin first comes first; of those that can, what leaves most to be read behind it."""
+    readers = sorted(pulls)
+    left = np.array([[pulls[reader].get(gpu, 0) for gpu in gpus] for reader in readers], np.int64)
+    reader_free, gpu_free = np.zeros(len(readers), np.int64), np.zeros(len(gpus), np.int64)
+    orders: Orders[Gpu] = {reader: [] for reader in readers}
+    for _ in range(np.count_nonzero(left)):
+        begin = np.where(left, np.maximum(reader_free[:, None], gpu_free), np.iinfo(np.int64).max)
+        behind = np.maximum(left.sum(axis=1)[:, None], left.sum(axis=0))
+        row, column = divmod(int(np.where(begin == begin.min(), behind, -1).argmax()), len(gpus))
+        reader_free[row] = gpu_free[column] = begin[row, column] + left[row, column]
+        left[row, column] = 0
+        orders[readers[row]].append(gpus[column])
+    return orders
+
+
+def _bytes_until_done(pulls: Pulls[Gpu], orders: Orders[Gpu]) -> float:
+    """How long all of it takes, in bytes of one GPU: readers of a GPU share it, and go on once they are done there."""
+    now, at = 0.0, {reader: 0 for reader, order in orders.items() if order}
+    left = {reader: float(pulls[reader][orders[reader][0]]) for reader in at}
+    while at:
+        sharing = Counter(orders[reader][number] for reader, number in at.items())
+        rate = {reader: 1 / sharing[orders[reader][number]] for reader, number in at.items()}
+        step = min(left[reader] / rate[reader] for reader in at)
+        now += step
+        for reader in [*at]:
+            left[reader] -= step * rate[reader]
+            if left[reader] <= 0.5:
+                at[reader] += 1
+                if at[reader] == len(orders[reader]):
+                    del at[reader]
+                else:
+                    left[reader] = float(pulls[reader][orders[reader][at[reader]]])
+    return now
+
+
+# Of the keys under which readers say what they pull, and sources who reads them.
+_PULLS, _READERS = "pulls/", "readers/"
+
+_Pulled = tuple[int, str, int]  # a training rank, its GPU, bytes
+
+
+def publish_readers(signals: PeerSignals) -> None:
+    """A source tells who reads it."""
+    signals.publish(sorted(signals.peers), prefix=_READERS)
+
+
+def engine_turns(
+    schedule: Schedule, gpus: Mapping[int, Collection[str]], own: str, signals: PeerSignals, *, helps: bool
+) -> dict[int, int]:
+    """Of which ranks of a reader's schedule a copy engine takes its share, and in which turn: all of them, or none.
+
+    `gpus` are those of each rank, `own` is the reader's. Readers tell each other what they pull, as far as GPUs have readers in
+    common. One that no engine `helps` tells that it pulls nothing; kernels find their way between engines.
+    """
+    far = {rank: next(iter(of_rank)) for rank, of_rank in gpus.items() if len(of_rank) == 1 and own not in of_rank}
+    nbytes: Counter[int] = Counter()
+    for table in schedule.tables if helps else ():
+        for rank in far:
+            nbytes[rank] += int(table.nbytes[table.peer == rank].sum())
+    own_pulls: list[_Pulled] = [(rank, gpu, nbytes[rank]) for rank, gpu in sorted(far.items()) if nbytes[rank]]
+    signals.publish(own_pulls, prefix=_PULLS)
+    told = {schedule.rank: own_pulls}
+    asked: set[int] = set()
+    while new := {rank for pulled in told.values() for rank, _, _ in pulled} - asked:
+        asked |= new
+        readers = {
+            reader for rank in sorted(new) for reader in signals.fetch_from("train", rank, _parse_ranks, _READERS)
+        }
+        for reader in sorted(readers - told.keys()):
+            told[reader] = signals.fetch_from("gen", reader, _parse_pulls, _PULLS)
+    pulls: dict[int, Counter[str]] = defaultdict(Counter)
+    first: dict[str, int] = {}  # rank on each GPU
+    for reader, pulled in told.items():
+        for rank, gpu, given in pulled:
+            pulls[reader][gpu] += given
+            first[gpu] = min(rank, first.get(gpu, rank))
+    order = engine_orders(pulls, sorted(first, key=first.__getitem__)).get(schedule.rank, [])
+    return {rank: order.index(gpu) for rank, gpu in far.items() if gpu in order}
+
+
+def _parse_ranks(said: Any) -> list[int]:
+    return [int(rank) for rank in said]
+
+
+def _parse_pulls(said: Any) -> list[_Pulled]:
+    return [(int(rank), str(gpu), int(nbytes)) for rank, gpu, nbytes in said]
