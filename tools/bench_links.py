@@ -2,17 +2,22 @@
 
     python tools/bench_links.py                  # four GPUs; writes tools/results/links-x4.json
 
-On two or three GPUs only the patterns that these have are measured. One process drives all GPUs. The copy kernel of the
-direct transport, and the copy engines, move 2 GiB between each pair of a pattern. A GPU that reads several others takes
-from one after the other, or in turns of a tile. As a replica in a relay does, it also has two kernels at once: one pulls
-from the trainer, the other one pulls from the others, or pushes to them.
+On two or three GPUs only the patterns that these have are measured. The copy kernel of the direct transport, and the copy
+engines, move 2 GiB between each pair of a pattern. A GPU that reads several others takes from one after the other, or in
+turns of a tile. As a replica in a relay does, it also has two kernels at once: one pulls from the trainer, the other one
+pulls from the others, or pushes to them.
+
+One process drives all kernels. Copy engines have a process for each GPU that reads: of one process, the driver lets copies
+wait for those that another GPU had to or from the same one.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
@@ -20,11 +25,16 @@ from itertools import permutations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+# Counting GPUs through the driver would spoil this process for forking.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
 import numpy as np
 import torch
 
 from mcore_reshard.kernels.copies.copy_table import COPY
 from mcore_reshard.kernels.cuda.tiles import DEFAULT_TILE_BYTES, cut_tiles, interleaved
+from mcore_reshard.kernels.transports.direct.turns import engine_orders
+from mcore_reshard.validation.processes import run_processes
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bench import machine
@@ -35,10 +45,14 @@ if TYPE_CHECKING:
 RESULTS = Path(__file__).parent / "results"
 NBYTES = 2 << 30  # between two GPUs
 REPEATS = 4
+TIMEOUT_S = 120.0
+ROW_BYTES = 16 << 20  # of what a copy engine is told at a time
+SOON_S = 0.02  # all processes begin so much after they have met
 
 Pattern = Mapping[int, Sequence[int]]  # GPU -> those it reads; GPU 0 is the trainer
 PATTERNS: dict[str, Pattern] = {
     "one reads another": {1: [0]},
+    "two read one": {1: [0], 2: [0]},
     "two read two": {2: [0, 1], 3: [0, 1]},
     "two read each other": {0: [1], 1: [0]},
     "three read each other": {1: [2, 3], 2: [3, 1], 3: [1, 2]},
@@ -113,21 +127,61 @@ def kernel_rate(gpus: Gpus, pattern: Pattern, *, by_tile: bool, pushes: bool = F
     return rate(pattern, gpus.fastest_s(launches))
 
 
-def engine_rate(gpus: Gpus, pattern: Pattern) -> float:
-    def copy(gpu: int, number: int, peer: int) -> None:
-        with torch.cuda.stream(gpus.streams[gpu][number]):
-            gpus.places[gpu][number * NBYTES :][:NBYTES].copy_(gpus.sources[peer], non_blocking=True)
-
-    return rate(
-        pattern,
-        gpus.fastest_s(
-            [
-                lambda gpu=gpu, number=number, peer=peer: copy(gpu, number, peer)  # type: ignore[misc]
-                for gpu, peers in pattern.items()
-                for number, peer in enumerate(peers)
-            ]
-        ),
+def engine_rates(patterns: Mapping[str, Pattern]) -> dict[str, float]:
+    """By pattern: engines take one GPU after another, as the direct transport has them do. Call it before CUDA is used."""
+    count = 1 + max(
+        gpu for pattern in patterns.values() for reader, peers in pattern.items() for gpu in (reader, *peers)
     )
+    with tempfile.TemporaryDirectory() as folder:
+        seconds, *_ = run_processes(count, engine_process, (count, patterns, folder), timeout_s=TIMEOUT_S)
+    return {name: rate(patterns[name], of_pattern) for name, of_pattern in seconds.items()}
+
+
+def engine_process(number: int, count: int, patterns: Mapping[str, Pattern], folder: str) -> dict[str, float]:
+    """Seconds of each pattern, of all processes together: the best of several times."""
+    from mcore_reshard.kernels.cuda.copy_engine import EngineCopies
+    from mcore_reshard.kernels.cuda.engine_rows import ENGINE_STREAMS, Rows
+
+    torch.cuda.set_device(number)
+    gpus = Gpus(count)
+    streams = [torch.cuda.Stream() for _ in range(ENGINE_STREAMS)]
+    store = torch.distributed.FileStore(f"{folder}/store", count)
+
+    def told(key: str, value: float) -> list[float]:
+        """What all processes say."""
+        store.set(f"{key}/{number}", repr(value))
+        store.wait([f"{key}/{other}" for other in range(count)])
+        return [float(store.get(f"{key}/{other}")) for other in range(count)]
+
+    def copies_of(pattern: Pattern) -> EngineCopies:
+        order = engine_orders({gpu: dict.fromkeys(peers, NBYTES) for gpu, peers in pattern.items()}, range(count))[
+            number
+        ]
+        offset = np.arange(0, NBYTES, ROW_BYTES).astype(np.uint64)
+        src = np.concatenate([np.uint64(gpus.sources[peer].data_ptr()) + offset for peer in order])
+        dst = np.concatenate(
+            [np.uint64(gpus.places[number].data_ptr() + turn * NBYTES) + offset for turn in range(len(order))]
+        )
+        row = np.arange(len(src))
+        nbytes, turn = np.full(len(src), ROW_BYTES, np.uint64), np.repeat(np.arange(len(order)), len(offset))
+        return EngineCopies(
+            Rows(src, dst, nbytes, turn, row, np.zeros_like(row), row), torch.device("cuda", number), ENGINE_STREAMS
+        )
+
+    best = {}
+    for name, pattern in patterns.items():
+        copies = copies_of(pattern) if number in pattern else None
+        seconds = []
+        for repeat in range(1 + REPEATS):
+            begin = max(told(f"{name}/{repeat}/begin", time.monotonic() + SOON_S))
+            while time.monotonic() < begin:
+                pass
+            if copies is not None:
+                copies.launch(streams)
+            gpus.settle()
+            seconds.append(max(told(f"{name}/{repeat}/end", time.monotonic())) - begin)
+        best[name] = min(seconds[1:])
+    return best
 
 
 def two_kernels_rate(gpus: Gpus, pattern: Pattern, ctas_of: tuple[int, int], *, pushes: bool) -> float:
@@ -143,8 +197,8 @@ def rate(pattern: Pattern, seconds: float) -> float:
     return round(max(map(len, pattern.values())) * NBYTES / seconds / 1e9)
 
 
-def measured(gpus: Gpus, name: str, pattern: Pattern) -> dict[str, Any]:
-    row: dict[str, Any] = {"pattern": name, "copy_engine": engine_rate(gpus, pattern)}
+def measured(gpus: Gpus, name: str, pattern: Pattern, by_engine: float) -> dict[str, Any]:
+    row: dict[str, Any] = {"pattern": name, "copy_engine": by_engine}
     several = max(map(len, pattern.values())) > 1
     row["pull"] = kernel_rate(gpus, pattern, by_tile=False)
     if several:
@@ -166,6 +220,7 @@ def main() -> None:
     patterns = patterns_of(count)
     if not patterns:
         parser.error(f"the patterns are of two to four GPUs, there are {count}: run it where GPUs can read each other")
+    by_engine = engine_rates(patterns)
     kind, driver = machine.gpus()[0]
     gpus = Gpus(count)
     document = {
@@ -174,7 +229,7 @@ def main() -> None:
         "hardware": f"{count} x {kind}",
         "driver": driver,
         "versions": {"torch": torch.__version__},
-        "rows": [measured(gpus, name, pattern) for name, pattern in patterns.items()],
+        "rows": [measured(gpus, name, pattern, by_engine[name]) for name, pattern in patterns.items()],
     }
     arguments.out.write_text(json.dumps(document, indent=1) + "\n")
     for row in document["rows"]:

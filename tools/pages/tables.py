@@ -198,7 +198,7 @@ def _links_table(file: Path) -> str:
             ", ".join(f"{rate:.0f} ({ctas})" for ctas, rate in row.get(way, {}).items())
             for way in ("two_pulls", "pull_and_push")
         ]
-        rates = [row["copy_engine"], row["pull"], row.get("pull_by_tile"), row.get("push_by_tile")]
+        rates = [row.get("copy_engine"), row["pull"], row.get("pull_by_tile"), row.get("push_by_tile")]
         cells = [row["pattern"], *("" if rate is None else f"{rate:.0f}" for rate in rates), *two]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
