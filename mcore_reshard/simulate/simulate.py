@@ -24,8 +24,8 @@ TRANSPORTS = ("auto", "direct", "nccl", "gloo")
 _EXACT_MESSAGES = 20_000  # up to so many, every end of a message is an event of its own
 _STEPS = 2000  # of a larger refit, if its time is the bound
 _OWN_GPU, _NVLINK, _NIC = range(3)
-# Of what NVLink carries one way, where a GPU sends and receives: H100s and H200s that read each other reach 345 to 358 GB/s
-# each, where one that reads another reaches 390 (docs/performance.md, "The links").
+# Of what NVLink carries one way, where a GPU sends and receives: kernels on H100s and H200s reach 345 to 358 GB/s each, and
+# copy engines 367, where one that reads another reaches 390 (docs/performance.md, "The links").
 _BOTH_WAYS = 0.9
 
 
