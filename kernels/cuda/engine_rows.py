@@ -51,8 +51,8 @@ def divided(
     """(tiles for the kernel, rows for the copy engine), which together are `copies` (dtype COPY).
 
     `turn` [copies] is that in which the engine may take each; it takes none with -1. Of each turn it takes whole contiguous
-    copies, the largest rows first, as many as keep it busy for `share` of the time that all bytes of the turn take on the
-    link, over so many `streams`. `addresses` and `tile_bytes` are as for `cut_tiles`.
+    copies, the largest rows first. They keep it busy for `share` of the time that all bytes of the turn take on the link, over
+    so many `streams`. `addresses` and `tile_bytes` are as for `cut_tiles`.
     """
     nbytes = copies["extents"].prod(axis=1) * copies["row_bytes"]
     most = share * np.bincount(turn + 1, nbytes, minlength=2)[1:]

@@ -36,7 +36,7 @@ from mcore_reshard.kernels.cuda.cast_tiles import cut_gather, scale_blocks
 from mcore_reshard.kernels.cuda.engine_rows import ENGINE_SHARE, ENGINE_STREAMS, divided
 from mcore_reshard.kernels.cuda.tiles import DEFAULT_TILE_BYTES, cut_tiles, table_bytes
 from mcore_reshard.kernels.options import Options
-from mcore_reshard.planner.plan.loads import pulled_bytes
+from mcore_reshard.planner.plan.loads import plain_bytes
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.planner.plan.paths import NIC
 from mcore_reshard.planner.plan.plan import Plan
@@ -44,7 +44,7 @@ from mcore_reshard.planner.plan.schedule import Schedule, View, World
 from mcore_reshard.planner.topology.topology import Topology
 
 from .direct.staging import PUSHED_TILE_BYTES, SLOTS, divide_slots, has_slots, new_weights, parted, with_other_end
-from .direct.turns import engine_orders
+from .direct.turns import engine_orders, may_use_engine
 from .nccl.buffers import buffer_bytes
 from .nccl.shared_gpus import SharedGpus
 from .nccl.staging import (
@@ -111,8 +111,11 @@ def session_memory(
     }
     by_transport: dict[str, _Counted] = {}
     pushes = len(plan.later_hops) == 1
+    pulled = np.zeros((plan.train.world, plan.gen.world), np.int64)
+    if not plan.later_hops and {"direct", "auto"} & {*transports}:
+        pulled = plain_bytes(plan)
     if "direct" in transports:
-        gpus = _Gpus.of(plan, topology)
+        gpus = _Gpus.of(pulled, topology)
         by_transport["direct"] = _direct(_each(ranks, lambda rank: rank.hops), alike, options, gpus, pushes=pushes)
     if "nccl" in transports:
         domains = None if topology is None else shared_gpus(plan, topology, "nccl").cells
@@ -121,7 +124,7 @@ def session_memory(
         by_transport["gloo"] = _each(ranks, lambda rank: RankMemory(scratch=_gloo_scratch(rank, options)))
     if "auto" in transports and topology is not None:
         joined, shared = joined_hops(plan, topology, "auto"), shared_gpus(plan, topology, "auto")
-        by_transport["auto"] = _auto(plan, ranks, alike, options, topology, shared, joined, plan.waves, pushes=pushes)
+        by_transport["auto"] = _auto(pulled, ranks, alike, options, topology, shared, joined, plan.waves, pushes=pushes)
     staging = {rank: _tensor_bytes(each.schedule) for rank, each in ranks["gen"].items()}
     return SessionMemory(
         {
@@ -194,15 +197,17 @@ class _Gpus:
     orders: Mapping[int, Sequence[int]]
 
     @classmethod
-    def of(cls, plan: Plan, topology: Topology | None, *, near: bool = False) -> _Gpus:
-        """Without a topology each rank has a GPU of its own. `near`: pairs of a domain of NVLink alone go by `direct`."""
-        train, gen = np.arange(plan.train.world), np.arange(plan.gen.world) + plan.train.world
-        pulled = np.zeros((0, 0), np.int64) if plan.later_hops else pulled_bytes(plan)
+    def of(cls, pulled: Ints, topology: Topology | None, *, near: bool = False) -> _Gpus:
+        """Readers pull `pulled` [training ranks, generation ranks] bytes, where engines may help, of what is not cast.
+
+        Without a topology each rank has a GPU of its own. `near`: pairs of a domain of NVLink alone go by `direct`.
+        """
+        train, gen = np.arange(pulled.shape[0]), np.arange(pulled.shape[1]) + pulled.shape[0]
         if topology is not None:
             train, gen = topology.gpus("train"), topology.gpus("gen")
-            if near and len(pulled):
-                pulled[topology.domains("train")[:, None] != topology.domains("gen")] = 0
-        pulls: dict[int, Counter[int]] = {rank: Counter() for rank in range(plan.gen.world)}
+            if near:
+                pulled = np.where(topology.domains("train")[:, None] == topology.domains("gen"), pulled, 0)
+        pulls: dict[int, Counter[int]] = {rank: Counter() for rank in range(len(gen))}
         for source, reader in zip(*(each.tolist() for each in pulled.nonzero()), strict=True):
             if train[source] != gen[reader]:
                 pulls[reader][int(train[source])] += int(pulled[source, reader])
@@ -290,28 +295,27 @@ def _pull_bytes(
     peer = np.repeat([bucket.peer for bucket in buckets], [len(bucket.copies) for bucket in buckets])
     bases = np.zeros(len(schedule.tensors) + len(table.theirs) + 1, np.uint64)
     nbytes = 0
-    may_use_engine = _may_use_engine(schedule, options)
+    helps = may_use_engine(schedule, checksums=options.checksums)
     in_slots = gpus.others(cast.peers, schedule.rank)
     of_slots = dict.fromkeys(in_slots, 0) if len({*in_slots.values()}) == 1 else {}
     for of_part, source, turns, streams in (
         (table.copies, table.peer, gpus.turns(schedule.rank), ENGINE_STREAMS),
         (copies, peer, of_slots, 1),
     ):
-        turn = np.array([turns.get(rank, -1) if may_use_engine else -1 for rank in source.tolist()], np.int64)
+        turn = np.array([turns.get(rank, -1) if helps else -1 for rank in source.tolist()], np.int64)
         tiles, _ = divided(of_part, bases, DEFAULT_TILE_BYTES, turn, ENGINE_SHARE, streams=streams)
         nbytes += table_bytes(tiles, checksums=options.checksums)
     return nbytes
 
 
-def _may_use_engine(schedule: Schedule, options: Options) -> bool:
-    """As `may_use_engine` of executors."""
-    return not (options.checksums or schedule.relayed or schedule.between_replicas)
-
-
 def _is_read_from_one_gpu(schedule: Schedule, options: Options, gpus: _Gpus) -> bool:
     """Whether all that a generation rank gets lies on one GPU, from which a copy engine may read it."""
     others = gpus.others(schedule.peers, schedule.rank)
-    return _may_use_engine(schedule, options) and others.keys() == schedule.peers and len({*others.values()}) == 1
+    return (
+        may_use_engine(schedule, checksums=options.checksums)
+        and others.keys() == schedule.peers
+        and len({*others.values()}) == 1
+    )
 
 
 def _nccl(
@@ -393,7 +397,7 @@ class _NcclUse:
 
 
 def _auto(
-    plan: Plan,
+    pulled: Ints,
     ranks: Mapping[World, Mapping[int, _Rank]],
     alike: _Alike,
     options: Options,
@@ -429,7 +433,7 @@ def _auto(
         for near in (True, False)
     )
     any_far = any(end.peers for of_world in by_nccl.values() for ends in of_world.values() for end in ends)
-    gpus = _Gpus.of(plan, topology, near=True)
+    gpus = _Gpus.of(pulled, topology, near=True)
     counted = _direct(by_direct, alike, options, gpus, pushes=pushes and not any_far)
     for world, of_world in _nccl(by_nccl, alike, options, shared.cells, waves, shared).items():
         for rank, held in of_world.items():

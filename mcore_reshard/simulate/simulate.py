@@ -25,7 +25,7 @@ _EXACT_MESSAGES = 20_000  # up to so many, every end of a message is an event of
 _STEPS = 2000  # of a larger refit, if its time is the bound
 _OWN_GPU, _NVLINK, _NIC = range(3)
 # Of what NVLink carries one way, where a GPU sends and receives: kernels on H100s and H200s reach 345 to 358 GB/s each, and
-# copy engines 367, where one that reads another reaches 390 (docs/performance.md, "The links").
+# copy engines 367 (docs/performance.md, "The links"); one that reads another reaches 393 ("Side by side").
 _BOTH_WAYS = 0.9
 
 

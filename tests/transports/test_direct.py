@@ -85,7 +85,7 @@ def transfers_of(seed: int, worlds: tuple[int, int]) -> list[HandTransfer]:
 
 def refit_twice(number: int, address: str, worlds: tuple[int, int], seed: int, gpus: int) -> dict[str, bytes]:
     # The copy engine takes small copies, too, and several GPUs in any order.
-    engine_rows.LEAST_BYTES, engine_rows._ROW_COST_OVER_SEVERAL, turns._LOST = 1, 0, 9.0
+    engine_rows.LEAST_BYTES, engine_rows._ROW_COST_OVER_SEVERAL, turns._STILL_FASTER = 1, 0, 9.0
     schedule = of(number, worlds, transfers_of(seed, worlds))
     tensors = allocate(schedule, seed=seed if schedule.world == "train" else None)
     rank = Rank(number, address, worlds, schedule, tensors, gpus, tile_bytes=64, checksums=seed % 2 == 1)

@@ -72,7 +72,7 @@ def test_a_copy_engine_helps_readers(case: Case, apart: bool) -> None:
 
 
 def test_where_readers_would_meet_no_engine_helps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "_LOST", 0.0)
+    monkeypatch.setattr(turns, "_STILL_FASTER", 0.0)
     assert refitted(MOE, engine=True, apart=True)[1] == ["Source"] * 2 + ["Reader"] * 2
 
 

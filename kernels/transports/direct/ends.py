@@ -49,7 +49,7 @@ from mcore_reshard.planner.plan.schedule import Schedule
 
 from .event_wait import EventWait
 from .peer_signals import PeerSignals, Signal
-from .pull import DirectOptions, Waves, check_sums, may_use_engine, on_one_gpu, parameter_of
+from .pull import DirectOptions, Waves, check_sums, engine_helps, on_one_gpu, parameter_of
 from .pushes import CastWave, Pushes, Target
 from .shared_memory import addresses_of, fetch_exports, share_memory
 from .slots import SlotReader, SlotSource
@@ -168,7 +168,7 @@ class Reader:
             exports = fetch_exports(signals, kept, signals.peers)
             gpus = {rank: {block.gpu for block in exported.allocations} for rank, exported in exports.items()}
             plain, cast = parted(schedule)
-            helps = may_use_engine(schedule, options)
+            helps = engine_helps(schedule, options)
             by_engine = engine_turns(plain, gpus, gpu_of(device), signals, helps=helps)
             from_one = helps and on_one_gpu(gpus, device).keys() == gpus.keys()
             is_written = _may_be_written(bound, cast, options, kept, by_engine=from_one)

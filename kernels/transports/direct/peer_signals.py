@@ -64,9 +64,13 @@ class PeerSignals:
         waiting = self.peers[peer]
         return fetch(self.store, prefix + waiting.peer, waiting, parse, timeout_s=self.timeout_s)
 
-    def fetch_from(self, world: World, rank: int, parse: Callable[[Any], T], prefix: str) -> T:
-        """The value that any rank of the session publishes, also one that this rank exchanges no bytes with."""
-        waiting = replace(next(iter(self.peers.values())), peer=self._bound.schedule.name_of(world, rank))
+    def fetch_from(self, world: World, rank: int, parse: Callable[[Any], T], prefix: str, what: str) -> T:
+        """The value that any rank of the session publishes, also one that this rank exchanges no bytes with.
+
+        `what` it is, for an error where it publishes none.
+        """
+        peer = self._bound.schedule.name_of(world, rank)
+        waiting = replace(next(iter(self.peers.values())), peer=peer, parameter=what, sends=False)
         return fetch(self.store, prefix + waiting.peer, waiting, parse, timeout_s=self.timeout_s)
 
     def tell(self, run: int, signal: int, peers: Collection[int] | None = None) -> None:

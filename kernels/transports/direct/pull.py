@@ -27,6 +27,7 @@ from mcore_reshard.kernels.errors import ChecksumError
 from mcore_reshard.planner.plan.schedule import Schedule
 
 from .peer_signals import PeerSignals
+from .turns import may_use_engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,12 +171,9 @@ def parameter_of(bound: BoundSchedule, table: PeerTable, copy: int) -> str:
     return bound.schedule.parameter_name(int(table.transfer_group[copy]), int(table.member[copy]))
 
 
-def may_use_engine(schedule: Schedule, options: DirectOptions) -> bool:
-    """Whether a copy engine helps who reads: not where replicas pass weights on, with checksums, which the kernel computes, or
-    with a driver that has no batches of copies.
-    """
-    passes_on = schedule.relayed or schedule.between_replicas
-    return not passes_on and not options.checksums and options.engine_share > 0 and is_available()
+def engine_helps(schedule: Schedule, options: DirectOptions) -> bool:
+    """Whether a copy engine helps who reads, and the driver has batches of copies."""
+    return may_use_engine(schedule, checksums=options.checksums) and options.engine_share > 0 and is_available()
 
 
 def on_one_gpu(gpus: Mapping[int, Collection[str]], device: torch.device) -> dict[int, int]:

@@ -31,7 +31,7 @@ from mcore_reshard.kernels.transports.rounds import in_rounds
 from mcore_reshard.planner.plan.schedule import Schedule
 
 from .peer_signals import PeerSignals
-from .pull import DirectOptions, Pull, may_use_engine, on_one_gpu
+from .pull import DirectOptions, Pull, engine_helps, on_one_gpu
 from .staging import SLOTS, SlotPlan, divide_slots, new_weights, rounds_of
 
 _PREFIX = "slots/"  # of the keys under which ranks publish their slots and events
@@ -218,7 +218,7 @@ class SlotReader:
             addresses += slots[peer]
         bases = np.array(addresses, np.uint64)
         self.shares_gpu = gpu_of(device) in {gpu for of_peer in gpus.values() for gpu in of_peer}
-        far = on_one_gpu(gpus, device) if may_use_engine(schedule, options) else {}
+        far = on_one_gpu(gpus, device) if engine_helps(schedule, options) else {}
         # The copy engine goes on with the next round while the kernel ends one; two kernels at once would be slower.
         self._slot_streams = [torch.cuda.Stream(device) if far else stream for _ in range(SLOTS)]
         for number, together in enumerate(in_rounds(buckets)):

@@ -3,9 +3,9 @@
     gen:0    train:0, then train:1
     gen:1    train:1, then train:0
 
-A GPU that one engine reads gives it 387 GB/s; two at once get 197 each, and the GPU that nobody reads meanwhile gives nothing.
-So an order is as good as it keeps readers apart. Kernels, which read from all GPUs in turns of a tile, need none: 368 GB/s.
-All ranks compute the same order from the same bytes.
+On H200s a GPU that one engine reads gives it 381 GB/s. Two at once get 191 each, and the GPU that nobody reads meanwhile gives
+nothing. So an order is as good as it keeps readers apart. Kernels, which read from all GPUs in turns of a tile, need none: they
+reach 368 GB/s. Ranks that have sources in common compute the same order from the same bytes.
 """
 
 from __future__ import annotations
@@ -25,34 +25,71 @@ Gpu = TypeVar("Gpu")
 Pulls = Mapping[int, Mapping[Gpu, int]]  # bytes that each reader gets from each GPU, other than its own
 Orders = dict[int, list[Gpu]]  # of each reader: the GPUs that it reads
 
-_BEST, _LOST = 1.001, 1.04  # of the least time: no other order is tried; kernels take no longer
-_MOST_PAIRS = 4096  # of readers and GPUs, more than a domain of NVLink has: an order takes a second to find
+# Times the least time of any order: no other order is sought; kernels take no longer.
+_AS_GOOD_AS_ANY, _STILL_FASTER = 1.001, 1.04
+_MOST_PLACES = (
+    4096  # readers times GPUs, more than a domain of NVLink has: an order of so many takes up to a second to find
+)
+
+
+def may_use_engine(schedule: Schedule, *, checksums: bool) -> bool:
+    """Whether copy engines help who reads: not where replicas pass weights on, nor with checksums, which kernels compute."""
+    return not (checksums or schedule.relayed or schedule.between_replicas)
 
 
 def engine_orders(pulls: Pulls[Gpu], gpus: Sequence[Gpu]) -> Orders[Gpu]:
-    """In which order each reader takes its GPUs, all of which are among `gpus`; {} where engines would be in each other's way.
+    """In which order each reader takes its GPUs, all of which are among `gpus`.
 
+    Readers that are left out leave all to their kernels: engines would be in each other's way. Each set of readers that have
+    GPUs in common, directly or through others, has orders of its own. Who reads one GPU needs no order.
     `gpus` are best in the order of the ranks on them: readers that are numbered alike then begin with the next GPU each.
     """
-    if sum(map(len, pulls.values())) > _MOST_PAIRS:
+    given = {reader: {gpu: n for gpu, n in of_reader.items() if n} for reader, of_reader in sorted(pulls.items())}
+    orders: Orders[Gpu] = {}
+    for readers in _together(given):
+        of_readers = {reader: given[reader] for reader in readers}
+        found = _good_orders(of_readers, [gpu for gpu in gpus if any(gpu in each for each in of_readers.values())])
+        orders |= found or {reader: [*each] for reader, each in of_readers.items() if len(each) == 1}
+    return orders
+
+
+def _together(pulls: Pulls[Gpu]) -> list[list[int]]:
+    """Readers that have GPUs in common, directly or through others; those that read nothing are in none of the sets."""
+    sets: list[tuple[set[Gpu], list[int]]] = []
+    for reader, of_reader in pulls.items():
+        gpus, readers = {*of_reader}, [reader]
+        apart = []
+        for each in sets:
+            if each[0] & gpus:
+                gpus, readers = gpus | each[0], each[1] + readers
+            else:
+                apart.append(each)
+        sets = [*apart, (gpus, readers)] if of_reader else sets
+    return [sorted(readers) for _, readers in sets]
+
+
+def _good_orders(pulls: Pulls[Gpu], gpus: Sequence[Gpu]) -> Orders[Gpu]:
+    """Of one set of readers; {} where engines would be in each other's way."""
+    if len(pulls) * len(gpus) > _MOST_PLACES:
         return {}
     of_gpu: Counter[Gpu] = Counter()
     for of_reader in pulls.values():
         of_gpu.update(of_reader)
-    least = max([*of_gpu.values(), *(sum(of_reader.values()) for of_reader in pulls.values())], default=0)
-    until, found = _bytes_until_done(pulls, rotated := _rotated(pulls, gpus)), rotated
-    if until > _BEST * least and (of_listed := _bytes_until_done(pulls, listed := _listed(pulls, gpus))) < until:
-        until, found = of_listed, listed
-    return found if until <= _LOST * least else {}
+    least = max([*of_gpu.values(), *(sum(of_reader.values()) for of_reader in pulls.values())])
+    orders = _rotated(pulls, gpus)
+    takes = _bytes_until_done(pulls, orders)
+    if takes > _AS_GOOD_AS_ANY * least:
+        listed = _listed(pulls, gpus)
+        if (of_listed := _bytes_until_done(pulls, listed)) < takes:
+            orders, takes = listed, of_listed
+    return orders if takes <= _STILL_FASTER * least else {}
 
 
 def _rotated(pulls: Pulls[Gpu], gpus: Sequence[Gpu]) -> Orders[Gpu]:
     """All in the order of `gpus`, each from another one on: the best where all read all, or all but their own."""
-    taken = [gpu for gpu in gpus if any(of_reader.get(gpu) for of_reader in pulls.values())]
     return {
-        reader: [gpu for gpu in taken[number % len(taken) :] + taken[: number % len(taken)] if pulls[reader].get(gpu)]
+        reader: [gpu for gpu in (*gpus[number % len(gpus) :], *gpus[: number % len(gpus)]) if gpu in pulls[reader]]
         for number, reader in enumerate(sorted(pulls))
-        if taken
     }
 
 
@@ -108,8 +145,9 @@ def engine_turns(
 ) -> dict[int, int]:
     """Of which ranks of a reader's schedule a copy engine takes its share, and in which turn: all of them, or none.
 
-    `gpus` are those of each rank, `own` is the reader's. Readers tell each other what they pull, as far as GPUs have readers in
-    common. One that no engine `helps` tells that it pulls nothing; kernels find their way between engines.
+    `gpus` are those of each rank, `own` is the reader's. Readers tell each other what they pull, as far as training ranks have
+    readers in common: two who read different ranks of one GPU may not know of each other. One that no engine `helps` tells that
+    it pulls nothing; kernels find their way between engines.
     """
     far = {rank: next(iter(of_rank)) for rank, of_rank in gpus.items() if len(of_rank) == 1 and own not in of_rank}
     nbytes: Counter[int] = Counter()
@@ -122,11 +160,9 @@ def engine_turns(
     asked: set[int] = set()
     while new := {rank for pulled in told.values() for rank, _, _ in pulled} - asked:
         asked |= new
-        readers = {
-            reader for rank in sorted(new) for reader in signals.fetch_from("train", rank, _parse_ranks, _READERS)
-        }
+        readers = {reader for rank in sorted(new) for reader in _fetched_readers(schedule, rank, signals)}
         for reader in sorted(readers - told.keys()):
-            told[reader] = signals.fetch_from("gen", reader, _parse_pulls, _PULLS)
+            told[reader] = _fetched_pulls(schedule, reader, signals)
     pulls: dict[int, Counter[str]] = defaultdict(Counter)
     first: dict[str, int] = {}  # rank on each GPU
     for reader, pulled in told.items():
@@ -137,9 +173,21 @@ def engine_turns(
     return {rank: order.index(gpu) for rank, gpu in far.items() if gpu in order}
 
 
-def _parse_ranks(said: Any) -> list[int]:
-    return [int(rank) for rank in said]
+def _fetched_readers(schedule: Schedule, rank: int, signals: PeerSignals) -> list[int]:
+    def parse(said: Any) -> list[int]:
+        return [_number(reader, schedule.gen_ranks) for reader in said]
+
+    return signals.fetch_from("train", rank, parse, _READERS, "who reads it")
 
 
-def _parse_pulls(said: Any) -> list[_Pulled]:
-    return [(int(rank), str(gpu), int(nbytes)) for rank, gpu, nbytes in said]
+def _fetched_pulls(schedule: Schedule, reader: int, signals: PeerSignals) -> list[_Pulled]:
+    def parse(said: Any) -> list[_Pulled]:
+        return [(_number(rank, schedule.train_ranks), str(gpu), _number(nbytes, 1 << 60)) for rank, gpu, nbytes in said]
+
+    return signals.fetch_from("gen", reader, parse, _PULLS, "what it pulls")
+
+
+def _number(said: Any, below: int) -> int:
+    if type(said) is not int or not 0 <= said < below:
+        raise ValueError(f"{said!r} is no number below {below}")
+    return said
