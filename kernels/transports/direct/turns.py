@@ -27,9 +27,8 @@ Orders = dict[int, list[Gpu]]  # of each reader: the GPUs that it reads
 
 # Times the least time of any order: no other order is sought; kernels take no longer.
 _AS_GOOD_AS_ANY, _STILL_FASTER = 1.001, 1.04
-_MOST_PLACES = (
-    4096  # readers times GPUs, more than a domain of NVLink has: an order of so many takes up to a second to find
-)
+# Readers times GPUs, more than a domain of NVLink has. An order of so many takes up to a second to find.
+_MOST_PLACES = 4096
 
 
 def may_use_engine(schedule: Schedule, *, checksums: bool) -> bool:
