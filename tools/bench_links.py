@@ -154,9 +154,8 @@ def engine_process(number: int, count: int, patterns: Mapping[str, Pattern], fol
         return [float(store.get(f"{key}/{other}")) for other in range(count)]
 
     def copies_of(pattern: Pattern) -> EngineCopies:
-        order = engine_orders({gpu: dict.fromkeys(peers, NBYTES) for gpu, peers in pattern.items()}, range(count))[
-            number
-        ]
+        pulls = {gpu: dict.fromkeys(peers, NBYTES) for gpu, peers in pattern.items()}
+        order = engine_orders(pulls, range(count))[number]
         offset = np.arange(0, NBYTES, ROW_BYTES).astype(np.uint64)
         src = np.concatenate([np.uint64(gpus.sources[peer].data_ptr()) + offset for peer in order])
         dst = np.concatenate(

@@ -89,8 +89,7 @@ def _in_calls(rows: Rows, streams: int) -> tuple[Rows, list[list[slice]]]:
         order += parts
         turns.append([slice(begin, end) for begin, end in pairwise(ends) if begin < end])
     taken = np.concatenate(order)
-    place = np.empty(len(taken), np.int64)
-    place[taken] = np.arange(len(taken))
+    place = np.argsort(taken)  # of each row, among those that are taken
     src, dst, nbytes = (column[taken] for column in rows[:3])
     return Rows(src, dst, nbytes, rows.turn[taken], place[rows.row], rows.offset, rows.copy), turns
 

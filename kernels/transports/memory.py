@@ -10,9 +10,9 @@ Rounds, slots and tiles come from the functions that the executors call. Tensors
 bytes, in memory that is not virtual, as allocators of tensors hand it out. Drivers are taken to be of CUDA 13 or newer: with
 older ones no copy engine helps, and the tables of `direct` list every byte.
 
-In a plan of many transfers, ranks that move nearly equal bytes hold nearly equal tables and slots, on the same stage of an
-engine, unless some readers of casts have sources on one GPU alone. One of them is counted for all: a plan of DeepSeek-V3 for
-256 and 128 ranks takes seconds in place of a minute.
+In a plan of many transfers, one rank is counted for all that move nearly equal bytes, on the same stage of an engine. Their
+tables and slots are nearly equal, too, unless copy engines help some of them alone. So a plan of DeepSeek-V3 for 256 and 128
+ranks takes seconds in place of a minute.
 """
 
 from __future__ import annotations
@@ -61,9 +61,10 @@ from .reach import joined_hops, shared_gpus
 from .rounds import bucket_bytes_within, gloo_window, in_parts, in_rounds
 
 _PLACE = 1 << 40  # bytes between two tensors, where it is counted what executors would do
-_FEW_TRANSFERS = 50_000  # of a plan up to which every rank is counted
-_FAR_SHARES = 10  # Ranks are counted as one if their shares of bytes that cross NICs are alike, in so many steps,
-_ALIKE = 1.02  # and if none of them moves more than this many times the bytes of another.
+_FEW_TRANSFERS = 50_000  # Every rank of a plan is counted up to here.
+# Beyond that, ranks count as one whose shares of bytes that cross NICs are the same, in so many steps.
+_FAR_SHARES = 10
+_ALIKE = 1.02  # None of them moves more than so many times the bytes of another.
 
 T = TypeVar("T")
 
@@ -213,9 +214,10 @@ class _Gpus:
                 pulls[reader][int(train[source])] += int(pulled[source, reader])
         return cls(train, gen, engine_orders(pulls, [*dict.fromkeys(train.tolist())]))
 
-    def others(self, sources: Collection[int], reader: int) -> dict[int, int]:
-        """Of each source that is on another GPU than the reader's: its GPU."""
-        return {source: int(self.train[source]) for source in sources if self.train[source] != self.gen[reader]}
+    def on_one(self, sources: Collection[int], reader: int) -> list[int]:
+        """The sources on the only other GPU than the reader's, as `on_one_gpu` of executors."""
+        far = [source for source in sources if self.train[source] != self.gen[reader]]
+        return far if len({*self.train[far].tolist()}) == 1 else []
 
     def turns(self, reader: int) -> dict[int, int]:
         """Of each training rank that an engine reads: when."""
@@ -296,8 +298,7 @@ def _pull_bytes(
     bases = np.zeros(len(schedule.tensors) + len(table.theirs) + 1, np.uint64)
     nbytes = 0
     helps = may_use_engine(schedule, checksums=options.checksums)
-    in_slots = gpus.others(cast.peers, schedule.rank)
-    of_slots = dict.fromkeys(in_slots, 0) if len({*in_slots.values()}) == 1 else {}
+    of_slots = dict.fromkeys(gpus.on_one(cast.peers, schedule.rank), 0)
     for of_part, source, turns, streams in (
         (table.copies, table.peer, gpus.turns(schedule.rank), ENGINE_STREAMS),
         (copies, peer, of_slots, 1),
@@ -310,12 +311,8 @@ def _pull_bytes(
 
 def _is_read_from_one_gpu(schedule: Schedule, options: Options, gpus: _Gpus) -> bool:
     """Whether all that a generation rank gets lies on one GPU, from which a copy engine may read it."""
-    others = gpus.others(schedule.peers, schedule.rank)
-    return (
-        may_use_engine(schedule, checksums=options.checksums)
-        and others.keys() == schedule.peers
-        and len({*others.values()}) == 1
-    )
+    helps = may_use_engine(schedule, checksums=options.checksums)
+    return helps and {*gpus.on_one(schedule.peers, schedule.rank)} == schedule.peers
 
 
 def _nccl(

@@ -179,8 +179,8 @@ def test_bytes_of_pairs_are_those_of_schedules(case: Case) -> None:
 class Words:
     """What ranks publish. A fetch from one that has published nothing is refused."""
 
-    def __init__(self, words: dict[str, str], rank: int, peers: list[int]) -> None:
-        self._words, self._rank, self.peers = words, rank, peers
+    def __init__(self, words: dict[str, str], rank: int) -> None:
+        self._words, self._rank = words, rank
 
     def publish(self, value: Any, *, prefix: str) -> None:
         self._words[f"{prefix}{self._rank}"] = stored_text(value)
@@ -210,7 +210,7 @@ def turns_of_all(
         for rank, schedule in enumerate(schedules):
             of_reader = {peer: gpus[peer] for peer in schedule.peers}
             with suppress(NotYetError):
-                signals: Any = Words(words, rank, sorted(schedule.peers))
+                signals: Any = Words(words, rank)
                 found[rank] = engine_turns(schedule, of_reader, own[rank], signals, helps=rank in helps)
     return [found[rank] for rank in range(plan.gen.world)]
 
@@ -235,15 +235,24 @@ def test_no_engine_reads_the_own_gpu_or_a_rank_on_two(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("word", [[True], [-1], [4], ["0"], [0.5], 3, {"a": 1}])
 def test_what_is_no_list_of_readers_is_refused(word: Any) -> None:
-    schedule = schedule_of(Case("tiny-qwen3", "tp=1", "tp=4").plan(), "gen", 0)
-    signals: Any = Words({"readers/0": stored_text(word)}, 0, [0])
+    schedule = schedule_of(Case("tiny-qwen3", "tp=2", "tp=4").plan(), "gen", 0)
+    signals: Any = Words({"readers/0": stored_text(word)}, 0)
     with pytest.raises(SessionError, match="malformed"):
-        engine_turns(schedule, {0: {"a"}}, "b", signals, helps=True)
+        engine_turns(schedule, {0: {"a"}, 1: {"c"}}, "b", signals, helps=True)
 
 
 @pytest.mark.parametrize("word", [[[0, "a", True]], [[0, "a", -1]], [[9, "a", 1]], [[0, "a"]], 3])
 def test_what_is_no_list_of_pulls_is_refused(word: Any) -> None:
-    schedule = schedule_of(Case("tiny-qwen3", "tp=1", "tp=4").plan(), "gen", 0)
-    signals: Any = Words({"readers/0": "[0, 1]", "pulls/1": stored_text(word)}, 0, [0])
+    schedule = schedule_of(Case("tiny-qwen3", "tp=2", "tp=4").plan(), "gen", 0)
+    words = {"readers/0": "[0, 1]", "readers/1": "[0, 1]", "pulls/1": stored_text(word)}
+    signals: Any = Words(words, 0)
     with pytest.raises(SessionError, match="malformed"):
-        engine_turns(schedule, {0: {"a"}}, "b", signals, helps=True)
+        engine_turns(schedule, {0: {"a"}, 1: {"c"}}, "b", signals, helps=True)
+
+
+def test_who_reads_one_gpu_asks_nobody() -> None:
+    schedule = schedule_of(Case("tiny-qwen3", "tp=2", "tp=4").plan(), "gen", 0)
+    words: dict[str, str] = {}
+    signals: Any = Words(words, 0)
+    assert engine_turns(schedule, {0: {"a"}, 1: {"a"}}, "b", signals, helps=True) == {0: 0, 1: 0}
+    assert words.keys() == {"pulls/0"}, "others are told"

@@ -149,12 +149,19 @@ def engine_turns(
     it pulls nothing; kernels find their way between engines.
     """
     far = {rank: next(iter(of_rank)) for rank, of_rank in gpus.items() if len(of_rank) == 1 and own not in of_rank}
-    nbytes: Counter[int] = Counter()
+    nbytes = np.zeros(schedule.train_ranks, np.int64)
     for table in schedule.tables if helps else ():
-        for rank in far:
-            nbytes[rank] += int(table.nbytes[table.peer == rank].sum())
-    own_pulls: list[_Pulled] = [(rank, gpu, nbytes[rank]) for rank, gpu in sorted(far.items()) if nbytes[rank]]
+        np.add.at(nbytes, table.peer, table.nbytes)
+    own_pulls = [(rank, gpu, int(nbytes[rank])) for rank, gpu in sorted(far.items()) if nbytes[rank]]
     signals.publish(own_pulls, prefix=_PULLS)
+    order = [*{gpu for _, gpu, _ in own_pulls}]
+    if len(order) > 1:
+        order = _agreed_order(schedule, own_pulls, signals)
+    return {rank: order.index(gpu) for rank, gpu in far.items() if gpu in order}
+
+
+def _agreed_order(schedule: Schedule, own_pulls: list[_Pulled], signals: PeerSignals) -> list[str]:
+    """In which order a reader takes its GPUs, by what all readers tell; [] where no engine helps."""
     told = {schedule.rank: own_pulls}
     asked: set[int] = set()
     while new := {rank for pulled in told.values() for rank, _, _ in pulled} - asked:
@@ -168,8 +175,7 @@ def engine_turns(
         for rank, gpu, given in pulled:
             pulls[reader][gpu] += given
             first[gpu] = min(rank, first.get(gpu, rank))
-    order = engine_orders(pulls, sorted(first, key=first.__getitem__)).get(schedule.rank, [])
-    return {rank: order.index(gpu) for rank, gpu in far.items() if gpu in order}
+    return engine_orders(pulls, sorted(first, key=first.__getitem__)).get(schedule.rank, [])
 
 
 def _fetched_readers(schedule: Schedule, rank: int, signals: PeerSignals) -> list[int]:
