@@ -205,21 +205,27 @@ def _links_table(file: Path) -> str:
 
 
 def puts_section() -> str:
-    """A row for each way and size of message: by NCCL of each version, and what the receiver keeps of matrix products."""
-    data = json.loads((RESULTS / "puts-x2.json").read_text())
+    """A table of each kind of GPU."""
+    return "\n\n".join(map(_puts_table, sorted(RESULTS.glob("puts-x2*.json"), reverse=True)))
+
+
+def _puts_table(file: Path) -> str:
+    """A row for each way and size of message: by each library, and what the receiver keeps of matrix products."""
+    data = json.loads(file.read_text())
     lines = [
         _wrapped(
             f"{data['hardware']}, {data['date']}: GB/s from one to the other, and of its speed in matrix products, what the"
-            f" receiver keeps meanwhile (`python tools/bench_puts.py`, [data]({LINKS}/puts-x2.json)):"
+            f" receiver keeps meanwhile (`python tools/bench_puts.py`, [data]({LINKS}/{file.name})):"
         ),
         "",
         "| by | messages | GB/s | matrix products |",
         "|---|---|---|---|",
     ]
+    *_, copied = (row for row in data["rows"] if row["method"] == "copy engine")
     for row in data["rows"]:
-        by = row["method"] if row["method"] == "copy engine" else f"{row['method']}, NCCL {row['nccl']}"
+        by = row["method"] if row is copied else f"{row['method']}, {row['library']}"
         size = "-" if row["message_mib"] is None else f"{row['message_mib']} MiB"
-        if row["method"] != "copy engine" or row["nccl"] == data["rows"][-1]["nccl"]:  # once
+        if row["method"] != "copy engine" or row is copied:  # the last one
             lines.append(f"| {by} | {size} | {row['gb_per_s']:.0f} | {min(1.0, row['matmuls']):.0%} |")
     return "\n".join(lines)
 
