@@ -29,8 +29,7 @@ from verl.workers.rollout import base as rollout
 from mcore_reshard import dtensor, megatron
 from mcore_reshard.kernels.errors import RefitError
 from mcore_reshard.kernels.options import Options
-from mcore_reshard.planner.layout.mesh import parse_gen_mesh
-from mcore_reshard.planner.plan.replicas import replica_ranks
+from mcore_reshard.planner.layout.mesh import parse_gen_mesh, replica_ranks
 from mcore_reshard.session.store_server import ServedStore, serve_store
 from mcore_reshard.trainers.refit_trainer import RefitTrainer
 

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from mcore_reshard.planner.layout.mesh import replica_ranks
 from mcore_reshard.planner.plan.make_schedule import RankView
 from mcore_reshard.planner.plan.plan import Plan
-from mcore_reshard.planner.plan.replicas import replica_ranks, schedule_for
+from mcore_reshard.planner.plan.replicas import schedule_for
 from mcore_reshard.planner.plan.schedule import Schedule
 from mcore_reshard.planner.plan.schedule import World as WorldName
 from mcore_reshard.planner.proof.prove import require_proof

@@ -203,6 +203,15 @@ class GenMesh:
         return default if is_default else self
 
 
+def replica_ranks(gen: GenMesh) -> int:
+    """Ranks of one replica: tp * pp, or all ranks where experts are parallel over tp * dp."""
+    return gen.world if gen.ep > 1 else gen.tp * gen.pp
+
+
+def replica_count(gen: GenMesh) -> int:
+    return gen.world // replica_ranks(gen)
+
+
 def _degrees(mesh: TrainMesh | GenMesh) -> dict[str, int]:
     return {f.name: getattr(mesh, f.name) for f in fields(mesh) if f.name != "layers"}
 

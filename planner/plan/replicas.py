@@ -20,7 +20,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_reshard.planner.layout.mesh import GenMesh
+from mcore_reshard.planner.layout.mesh import GenMesh, replica_count, replica_ranks
 from mcore_reshard.planner.layout.partitions import Partition
 from mcore_reshard.planner.model.parameters import Role
 from mcore_reshard.planner.topology.topology import Topology
@@ -34,15 +34,6 @@ from .schedule import Schedule, World
 _KEPT = 4  # plans that a plan keeps, of the latest numbers of replicas
 
 _EqualParts = tuple[tuple[int, ...], ...]  # parts of a destination that are the same, for each distinct one
-
-
-def replica_ranks(gen: GenMesh) -> int:
-    """Ranks of one replica: tp * pp, or all ranks where experts are parallel over tp * dp."""
-    return gen.world if gen.ep > 1 else gen.tp * gen.pp
-
-
-def replica_count(gen: GenMesh) -> int:
-    return gen.world // replica_ranks(gen)
 
 
 def with_replicas(plan: Plan, count: int) -> Plan:

@@ -22,8 +22,8 @@ from helpers.plans import Case
 
 from mcore_reshard.kernels.errors import SessionError
 from mcore_reshard.kernels.options import Options
+from mcore_reshard.planner.layout.mesh import replica_ranks
 from mcore_reshard.planner.plan.plan import Plan
-from mcore_reshard.planner.plan.replicas import replica_ranks
 from mcore_reshard.planner.plan.schedule import World
 from mcore_reshard.session.endpoints import GenerationEndpoint, TrainEndpoint
 from mcore_reshard.session.part import RankOfPlan

@@ -15,7 +15,7 @@ from mcore_reshard.kernels.transports.group_ranks import group_names
 from mcore_reshard.kernels.transports.peer_access import RankPair
 from mcore_reshard.planner.layout.condense import CondensedTrace, ParameterNames, condense
 from mcore_reshard.planner.layout.geometry import LocalTensor
-from mcore_reshard.planner.layout.mesh import GenMesh, TrainMesh, parse_gen_mesh
+from mcore_reshard.planner.layout.mesh import GenMesh, TrainMesh, parse_gen_mesh, replica_count, replica_ranks
 from mcore_reshard.planner.layout.strided import StridedCopy
 from mcore_reshard.planner.layout.traced import read_layouts
 from mcore_reshard.planner.layout.traces import HfTensor, RankTrace, TracedTensor
@@ -25,7 +25,7 @@ from mcore_reshard.planner.plan.make_plan import plan_traced
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.plan_file import dump_plan, parse_plan
-from mcore_reshard.planner.plan.replicas import gen_seats, replica_count, replica_ranks, schedule_for, with_replicas
+from mcore_reshard.planner.plan.replicas import gen_seats, schedule_for, with_replicas
 from mcore_reshard.planner.proof.prove import require_proof
 
 COUNTS = (1, 2, 3, 5)

@@ -20,10 +20,9 @@ from mcore_reshard.engines.rank import EngineRank, require_own_mesh
 from mcore_reshard.kernels.errors import LayoutError
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.planner.layout.condense import CondensedTrace, ParameterNames, condense, untraceable
-from mcore_reshard.planner.layout.mesh import GenMesh, MeshError
+from mcore_reshard.planner.layout.mesh import GenMesh, MeshError, replica_ranks
 from mcore_reshard.planner.layout.traces import HfTensor
 from mcore_reshard.planner.plan.plan import Plan
-from mcore_reshard.planner.plan.replicas import replica_ranks
 from mcore_reshard.planner.plan.trace_check import checkpoint_of
 from mcore_reshard.session.endpoints import GenerationEndpoint
 from mcore_reshard.session.part import RankOfPlan

@@ -26,11 +26,10 @@ from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.transports.registry import resolve
 from mcore_reshard.planner.bounded_json import MAX_PLAN_BYTES, parse_json
 from mcore_reshard.planner.layout.condense import CondensedTrace, ParameterNames, condense, untraceable
-from mcore_reshard.planner.layout.mesh import format_mesh
+from mcore_reshard.planner.layout.mesh import format_mesh, replica_ranks
 from mcore_reshard.planner.layout.trace_file import dump_checkpoint, dump_trace, parse_trace
 from mcore_reshard.planner.layout.traces import HfTensor, RankTrace
 from mcore_reshard.planner.plan.plan import Plan
-from mcore_reshard.planner.plan.replicas import replica_ranks
 from mcore_reshard.planner.plan.trace_check import checkpoint_of
 from mcore_reshard.planner.proof.traced import is_traced
 from mcore_reshard.session.endpoints import GenerationEndpoint, RefitReport
