@@ -69,7 +69,7 @@ def main() -> int:
     trainer.prepare(on_cuda=True)  # seconds, paid once: the cases are forked from here
     for case in _run_all(wanted, arguments.jobs):
         report["cases"].append(case)
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+        arguments.out.write_text(_text(report))
         print(f"{case['transport']:6} {case['family']:12} {case['mesh']:28} {_outcome(case)}", flush=True)
     bad = [case for case in report["cases"] if case.get("error") or case.get("wrong")]
     print(f"{len(report['cases'])} cases, {len(bad)} bad")
@@ -127,6 +127,12 @@ def _run(transport: str, family: str, mesh: str, refits: int) -> dict[str, Any]:
         **({"first_wrong": wrong[:3]} if wrong else {}),
         "seconds": round(time.perf_counter() - start, 1),
     }
+
+
+def _text(report: dict[str, Any]) -> str:
+    """A line for each case."""
+    cases = ",\n  ".join(map(json.dumps, report["cases"]))
+    return json.dumps({**report, "cases": "@"}, indent=1).replace('"@"', f"[\n  {cases}\n ]") + "\n"
 
 
 def _outcome(case: dict[str, Any]) -> str:
