@@ -95,8 +95,8 @@ _TIMED_DIRECT = {
         *(f"{_KEPT}.{name}" for name in ("Kept.publish", "Kept.export_of")),
     ),
     "map": (f"{_KEPT}.Kept.export", f"{_KEPT}.Mappings.addresses"),
-    "tables": tuple(f"{_ENDS}.{name}" for name in ("peer_table", "Waves")),
-    "checks": ("mcore_reshard.kernels.transports.direct.pull.Waves.problems",),
+    "tables": tuple(f"{_ENDS}.{name}" for name in ("peer_table", "Pull")),
+    "checks": (f"{_ENDS}.tile_problems",),
 }
 
 

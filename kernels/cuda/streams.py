@@ -1,8 +1,9 @@
-"""Run work on another thread in the CUDA context of the thread that hands it over."""
+"""Work on other threads, in the CUDA context of the thread that hands it over, and on several streams."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -24,3 +25,15 @@ def in_callers_context(work: Callable[[], T], device: torch.device | None) -> Ca
                 return work()
 
     return in_other_thread
+
+
+@contextmanager
+def forked(stream: torch.cuda.Stream, others: Iterable[torch.cuda.Stream]) -> Iterator[None]:
+    """What is queued on `others` meanwhile is done after all that is on `stream`, and before what comes there later."""
+    for each in others:
+        each.wait_stream(stream)
+    try:
+        yield
+    finally:
+        for each in others:
+            stream.wait_stream(each)

@@ -1,6 +1,6 @@
 """The memory that a session takes on each rank beside the model, counted from its plan: no device, no tensors, no torch.
 
-    direct   tables of what the kernel copies; slots on training ranks that cast for some readers (see `has_slots`). A copy
+    direct   tables of what kernels copy; slots on training ranks that cast for some readers (see `has_slots`). A copy
              engine's copies take none, nor does the trainer's memory, which CUDA IPC maps
     nccl     copy tables, slots, and NCCL's own buffers
     gloo     a window of buckets, in the host's memory
@@ -30,21 +30,23 @@ from numpy.typing import NDArray
 from mcore_reshard.kernels.copies.buckets import Bucket, cut_buckets
 from mcore_reshard.kernels.copies.casts import bound_casts, itemsizes
 from mcore_reshard.kernels.copies.copy_table import Ints, joined
-from mcore_reshard.kernels.copies.peer_table import PeerTable, peer_table
+from mcore_reshard.kernels.copies.peer_table import peer_table
 from mcore_reshard.kernels.copies.strata import strata_of
 from mcore_reshard.kernels.cuda.cast_tiles import cut_gather, scale_blocks
-from mcore_reshard.kernels.cuda.engine_rows import ENGINE_SHARE, ENGINE_STREAMS, divided
-from mcore_reshard.kernels.cuda.tiles import DEFAULT_TILE_BYTES, cut_tiles, table_bytes
+from mcore_reshard.kernels.cuda.engine_rows import ALL_ROWS, ENGINE_SHARE, ENGINE_STREAMS, divided
+from mcore_reshard.kernels.cuda.tiles import DEFAULT_TILE_BYTES, table_bytes
 from mcore_reshard.kernels.options import Options
+from mcore_reshard.planner.layout.mesh import replica_ranks
 from mcore_reshard.planner.plan.loads import plain_bytes
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.planner.plan.paths import NIC
 from mcore_reshard.planner.plan.plan import Plan
-from mcore_reshard.planner.plan.schedule import Schedule, View, World
+from mcore_reshard.planner.plan.schedule import Chain, Schedule, View, World
 from mcore_reshard.planner.topology.topology import Topology
 
 from .direct.staging import PUSHED_TILE_BYTES, SLOTS, divide_slots, has_slots, new_weights, parted, with_other_end
 from .direct.turns import engine_orders, may_use_engine
+from .direct.waves import waves_for, waves_of
 from .nccl.buffers import buffer_bytes
 from .nccl.shared_gpus import SharedGpus
 from .nccl.staging import (
@@ -111,13 +113,15 @@ def session_memory(
         for world in worlds
     }
     by_transport: dict[str, _Counted] = {}
-    pushes = len(plan.later_hops) == 1
     pulled = np.zeros((plan.train.world, plan.gen.world), np.int64)
     if not plan.later_hops and {"direct", "auto"} & {*transports}:
         pulled = plain_bytes(plan)
     if "direct" in transports:
-        gpus = _Gpus.of(pulled, topology)
-        by_transport["direct"] = _direct(_each(ranks, lambda rank: rank.hops), alike, options, gpus, pushes=pushes)
+        gpus, chains = _Gpus.of(pulled, topology), {} if options.checksums else _chains(ranks)
+        if chains:
+            by_transport["direct"] = _chained(plan, chains, options, gpus)
+        else:
+            by_transport["direct"] = _direct(_each(ranks, lambda rank: rank.hops), alike, options, gpus)
     if "nccl" in transports:
         domains = None if topology is None else shared_gpus(plan, topology, "nccl").cells
         by_transport["nccl"] = _nccl(_each(ranks, lambda rank: rank.hops), alike, options, domains, plan.waves)
@@ -125,7 +129,11 @@ def session_memory(
         by_transport["gloo"] = _each(ranks, lambda rank: RankMemory(scratch=_gloo_scratch(rank, options)))
     if "auto" in transports and topology is not None:
         joined, shared = joined_hops(plan, topology, "auto"), shared_gpus(plan, topology, "auto")
-        by_transport["auto"] = _auto(pulled, ranks, alike, options, topology, shared, joined, plan.waves, pushes=pushes)
+        chains = {} if options.checksums or joined else _chains(ranks)
+        if chains and not plan.spans_hosts:
+            by_transport["auto"] = _chained(plan, chains, options, _Gpus.of(pulled, topology))
+        else:
+            by_transport["auto"] = _auto(pulled, ranks, alike, options, topology, shared, joined, plan.waves)
     staging = {rank: _tensor_bytes(each.schedule) for rank, each in ranks["gen"].items()}
     return SessionMemory(
         {
@@ -149,6 +157,11 @@ class _Rank:
         relays = self._view.relays() if self.schedule.world == "gen" else ()
         return [with_other_end(self.schedule), *(end for relay in relays for end in (relay.sends, relay.receives))]
 
+    @cached_property
+    def chain(self) -> Chain | None:
+        """What it moves where replicas are a chain."""
+        return self._view.chain()
+
     @property
     def _view(self) -> View:
         assert self.schedule.view is not None, "a plan's schedule has one"
@@ -163,6 +176,7 @@ def _by_wave(schedule: Schedule, waves: int) -> list[Schedule]:
 
 
 _Counted = dict[World, dict[int, RankMemory]]
+_Chains = dict[World, dict[int, Chain]]
 _Alike = Mapping[World, NDArray[np.int64]]
 
 
@@ -175,6 +189,8 @@ def _alike(plan: Plan, world: World, topology: Topology | None) -> NDArray[np.in
     moved = plan.send_bytes if world == "train" else plan.recv_bytes + plan.relay_bytes
     mesh = plan.train if world == "train" else plan.gen
     stage = np.array([mesh.coordinate(rank)["pp"] if world == "gen" else 0 for rank in range(mesh.world)])
+    if world == "gen" and plan.later_hops:  # in a chain, the last replica pushes nothing
+        stage = 2 * stage + (np.arange(mesh.world) + replica_ranks(plan.gen) < mesh.world)
     counted = np.arange(mesh.world)
     if sum(transfers for _, transfers, _ in plan.stage_totals) <= _FEW_TRANSFERS:
         return counted
@@ -231,12 +247,10 @@ def _direct(
     alike: _Alike,
     options: Options,
     gpus: _Gpus,
-    *,
-    pushes: bool,
 ) -> _Counted:
     """`schedules` has the hops of each rank that is counted.
 
-    Replicas push what they pass on, or pull it from each other. Engine ranks are taken to be such that training ranks can
+    Replicas pull from each other what they pass on. Engine ranks are taken to be such that training ranks can
     write what they cast straight into their memory; those whose memory cannot be mapped make trainers hold slots, too.
     """
     slotted = {  # of each engine rank: whether it pulls what is cast out of slots
@@ -264,17 +278,49 @@ def _direct(
     for rank, (first, *later) in schedules["gen"].items():
         tables = _pull_bytes(first, bucket_bytes, options, gpus, is_slotted=slotted[rank])
         for hop in later:
-            if pushes and hop.world == "train":
-                tables += _tile_bytes(peer_table(hop), options)
-            elif not pushes and hop.world == "gen":
+            if hop.world == "gen":
                 tables += _pull_bytes(hop, bucket_bytes, options, gpus, is_slotted=True)
         gen[rank] = RankMemory(tables=tables)
     return {"train": train, "gen": gen}
 
 
-def _tile_bytes(table: PeerTable, options: Options) -> int:
-    bases = np.zeros(1 + int(max(table.copies["src"].max(initial=0), table.copies["dst"].max(initial=0))), np.uint64)
-    return table_bytes(cut_tiles(table.copies, bases, DEFAULT_TILE_BYTES), checksums=options.checksums)
+def _chains(ranks: Mapping[World, Mapping[int, _Rank]]) -> _Chains:
+    """The chain of each rank that is counted; {} where there is none."""
+    chains = {world: {rank: each.chain for rank, each in of_world.items()} for world, of_world in ranks.items()}
+    found = {world: {rank: chain for rank, chain in of_world.items() if chain} for world, of_world in chains.items()}
+    return found if all(found.values()) else {}
+
+
+def _chained(plan: Plan, chains: _Chains, options: Options, gpus: _Gpus) -> _Counted:
+    """Where ranks push everything from one to the next: tables of their waves."""
+    waves = {rank: waves_for(int(nbytes)) for rank, nbytes in enumerate(plan.recv_bytes.tolist())}
+    counted: _Counted = {"train": {}, "gen": {}}
+    for rank, chain in chains["train"].items():
+        tables = _push_bytes(parted(chain.pulls), waves, gpus.train[rank], gpus)
+        counted["train"][rank] = replace(_of_trainer(chain.pulls, options), tables=tables)
+    for rank, chain in chains["gen"].items():
+        assert chain.passes is not None
+        sends = chain.passes.sends
+        tables = _push_bytes((sends, sends.with_peers(())), waves, gpus.gen[rank], gpus)
+        counted["gen"][rank] = RankMemory(tables=tables)
+    return counted
+
+
+def _push_bytes(parts: tuple[Schedule, Schedule], waves: Mapping[int, int], own_gpu: int, gpus: _Gpus) -> int:
+    """The tables by which a rank pushes bytes as they lie there, and what it casts, in the `waves` of each receiver."""
+    counts = {peer: waves[peer] for peer in sorted(parts[0].peers | parts[1].peers)}
+    plain, cast = (peer_table(part) for part in parts)
+    of_plain, of_cast = (
+        [table.copies[wave[table.transfer] == number] for number in np.unique(wave).tolist()]
+        for table, wave in zip((plain, cast), waves_of(parts, counts), strict=True)
+    )
+    bases = np.zeros(len(parts[0].tensors) + len(plain.theirs), np.uint64)
+    is_far = np.array([gpus.gen[peer.rank] != own_gpu for peer in plain.theirs], np.int64)
+    nbytes = 0
+    for copies in of_plain:
+        turn = is_far[copies["dst"] - len(parts[0].tensors)] - 1  # one turn or several: no matter here
+        nbytes += table_bytes(divided(copies, bases, DEFAULT_TILE_BYTES, turn, ALL_ROWS, streams=1)[0], checksums=False)
+    return nbytes + _casting_bytes(parts[1], of_cast, PUSHED_TILE_BYTES)
 
 
 def _pull_bytes(
@@ -402,13 +448,8 @@ def _auto(
     shared: SharedGpus,
     joined: int,
     waves: int,
-    *,
-    pushes: bool,
 ) -> _Counted:
-    """Pairs of a domain by direct, the others by nccl, and so do replicas in so many `joined` hops.
-
-    Replicas may push if all pairs are of one domain.
-    """
+    """Pairs of a domain by direct, the others by nccl, and so do replicas in so many `joined` hops."""
     domains = {world: topology.domains(world) for world in ranks}
 
     def parts(rank: _Rank, *, near: bool) -> Schedule:
@@ -429,9 +470,8 @@ def _auto(
         }
         for near in (True, False)
     )
-    any_far = any(end.peers for of_world in by_nccl.values() for ends in of_world.values() for end in ends)
     gpus = _Gpus.of(pulled, topology, near=True)
-    counted = _direct(by_direct, alike, options, gpus, pushes=pushes and not any_far)
+    counted = _direct(by_direct, alike, options, gpus)
     for world, of_world in _nccl(by_nccl, alike, options, shared.cells, waves, shared).items():
         for rank, held in of_world.items():
             direct = counted[world][rank]

@@ -11,6 +11,7 @@ import torch
 from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.errors import TransportUnavailable
 from mcore_reshard.kernels.options import TRANSPORTS
+from mcore_reshard.planner.plan.schedule import Chain
 
 from .base import Executor, Transport, TransportContext, gpu_unavailable_reason
 from .gloo import GlooExecutor
@@ -82,7 +83,7 @@ def _unavailable_reason(transport: Transport, device: str) -> str | None:
     return transport.unavailable_reason()
 
 
-def _connect_direct(context: TransportContext, *, passes_on: bool = False) -> Executor:
+def _connect_direct(context: TransportContext, chain: Chain | None = None) -> Executor:
     from mcore_reshard.kernels.cuda.copy_kernel import KernelShape  # these need CUDA's Python packages
 
     from .direct.executor import DirectExecutor
@@ -97,19 +98,21 @@ def _connect_direct(context: TransportContext, *, passes_on: bool = False) -> Ex
         scratch_bytes=options.scratch_bytes,
         options=DirectOptions(shape, checksums=options.checksums),
         kept=context.kept,
-        passes_on=passes_on,
+        chain=chain,
     )
 
 
 def _connect_whole(context: TransportContext) -> Executor:
     """Connect the direct executor of a plan whose ranks are all within reach of each other.
 
-    Of two hops among replicas, the second begins with what others have brought. So ranks then go wave by wave together.
+    Where replicas pass on and are no chain, ranks go wave by wave together; so they do with checksums, which only ranks that
+    pull compute of what is cast.
     """
     schedule = context.bound.schedule
-    if len(schedule.later_hops) < 2:
-        return _connect_direct(context, passes_on=schedule.relayed)
-    return connect_relayed(_direct_parts, _direct_parts, context)
+    chain = None if schedule.view is None or context.options.checksums else schedule.view.chain()
+    if schedule.relayed and chain is None:
+        return connect_relayed(_direct_parts, _direct_parts, context)
+    return _connect_direct(context, chain)
 
 
 def _connect_nccl(context: TransportContext, parts: Sequence[Sequence[BoundSchedule]]) -> Sequence[Executor]:

@@ -11,7 +11,7 @@ message begins when both its ranks have reached it.
              the trainer, and what is passed on of the waves before; over auto mostly what is passed on to other hosts
     gloo     one run of single messages, in a window of slots; those of two ranks pass one after another
     direct   a reader pulls from source after source, or from all at once; a source waits until all have read. Replicas of
-             one domain push what has landed, in waves of their own
+             one domain are a chain, in waves of their own
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from numpy.typing import NDArray
 from mcore_reshard.kernels.copies.buckets import aligned, cut, pack
 from mcore_reshard.kernels.copies.copy_table import expand, repeat
 from mcore_reshard.kernels.options import Options
-from mcore_reshard.kernels.transports.direct.staging import SLOTS
 from mcore_reshard.kernels.transports.direct.waves import waves_for
 from mcore_reshard.kernels.transports.nccl.shared_gpus import SharedGpus
 from mcore_reshard.kernels.transports.nccl.staging import (
@@ -39,7 +38,9 @@ from mcore_reshard.kernels.transports.nccl.staging import (
     windows_that_fit,
 )
 from mcore_reshard.kernels.transports.reach import joined_hops, shared_gpus
-from mcore_reshard.kernels.transports.rounds import DEFAULT_SLOTS, bucket_bytes_within, moment_of, turn_of
+from mcore_reshard.kernels.transports.rounds import DEFAULT_SLOTS, moment_of, turn_of
+from mcore_reshard.planner.layout.mesh import replica_ranks
+from mcore_reshard.planner.plan.make_schedule import has_chain
 from mcore_reshard.planner.plan.paths import HopKind
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.topology.topology import Topology
@@ -143,6 +144,7 @@ class _Part:
     kind: Kind
     buckets: PairBuckets
     division: Division | None = None  # of nccl
+    chained: bool = False  # replicas also pass on what they get in this hop
 
 
 def script_of(plan: Plan, topology: Topology, transport: str, options: Options, most: int = _MOST_MESSAGES) -> Script:
@@ -158,8 +160,8 @@ def script_of(plan: Plan, topology: Topology, transport: str, options: Options, 
     parts: list[_Part] = []
     together: dict[int, list[Traffic]] = {}  # over nccl, by wave: of the trainer, of replicas
     is_near = transport == "direct" or all((domains[each.src] == domains[each.dst]).all() for each in hops)
-    if len(hops) == 2 and transport in ("direct", "auto") and is_near:
-        parts, hops = [*_pushed(plan, hops, options)], ()
+    if transport in ("direct", "auto") and is_near and has_chain(plan):
+        parts, hops = [*_chained(plan)], ()
     for hop, traffic in enumerate(hops):
         near = domains[traffic.src] == domains[traffic.dst]
         for wave in np.unique(traffic.wave).tolist():
@@ -186,20 +188,24 @@ def script_of(plan: Plan, topology: Topology, transport: str, options: Options, 
     return writer.script()
 
 
-def _pushed(plan: Plan, hops: Sequence[Traffic], options: Options) -> Iterator[_Part]:
-    """What replicas pull and push by direct, in waves of their own; those of all replicas are taken to be alike."""
-    nbytes = [np.add.reduceat(each.shape_bytes[each.shape], each.first[:-1]) for each in hops]
-    received = np.bincount(np.concatenate([each.dst for each in hops]), np.concatenate(nbytes))
-    waves = waves_for(int(received.max()))
-    if plan.casts:  # what is not cast is taken to come in rounds of slots, too
-        sources, pulled = np.unique(hops[0].src), np.bincount(hops[0].dst, nbytes[0])
-        readers = max(len(np.unique(hops[0].dst[hops[0].src == source])) for source in sources.tolist())
-        waves = -(-int(pulled.max()) // bucket_bytes_within(options.scratch_bytes, readers, SLOTS))
+def _chained(plan: Plan) -> Iterator[_Part]:
+    """What goes along a chain of replicas by direct, in waves of its own: a part for each wave and replica."""
+    whole, *_ = traffic_of(replace(plan, straight=True))
+    first, step = plan.train.world, replica_ranks(plan.gen)
+    pulls = whole.of_pairs(np.flatnonzero(whole.dst < first + step))
+    nbytes = np.add.reduceat(pulls.shape_bytes[pulls.shape], pulls.first[:-1])
+    ends, of_end = np.unique(np.stack([pulls.dst, pulls.stage]), axis=1, return_inverse=True)
+    passed = np.zeros(ends.shape[1], np.int64)
+    np.add.at(passed, of_end.reshape(-1), nbytes)
+    links = [(pulls.src, pulls.dst, pulls.stage, nbytes)]
+    links += [(ends[0] + at - step, ends[0] + at, ends[1], passed) for at in range(step, plan.gen.world, step)]
+    waves = waves_for(int(plan.recv_bytes.max()))
     for wave in range(waves):
-        for traffic, whole in zip(hops, nbytes, strict=True):
-            own, part = np.arange(len(whole) + 1), whole * (wave + 1) // waves - whole * wave // waves
-            columns = traffic.src, traffic.dst, traffic.stage, np.full(len(whole), traffic.hop), own[:-1], own
-            yield _Part(traffic.hop, wave, "direct", PairBuckets(*columns, part))
+        for link, (src, dst, stage, of_link) in enumerate(links):
+            hop = min(link, 1)
+            own, part = np.arange(len(of_link) + 1), of_link * (wave + 1) // waves - of_link * wave // waves
+            buckets = PairBuckets(src, dst, stage, np.full(len(src), hop), own[:-1], own, part)
+            yield _Part(hop, wave, "direct", buckets, chained=True)
 
 
 def _split(
@@ -354,6 +360,8 @@ class _Writer:
         for earlier in range(part.hop):
             joined = earlier <= self._joined
             awaited.append((0 if joined else earlier, False, part.wave + (earlier if joined else 0)))
+        if part.chained and sends:
+            awaited.append((part.hop, False, part.wave))
         before: list[int] = []
         for hop, is_sender, last in awaited:  # a rank may have nothing to do in some waves
             waves = self._runs.get((rank, hop, is_sender), {})

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcore_reshard.planner.layout.geometry import LocalTensor, Piece, Region, ravel, row_major_strides
+from mcore_reshard.planner.layout.mesh import replica_ranks
 
 from .frozen import without_frozen
 from .held import Held, NamedCast, held_pieces
@@ -21,6 +22,7 @@ from .paths import Hop, HopKind
 from .plan import Plan, RankInGroup, TransferGroup
 from .schedule import (
     Cast,
+    Chain,
     OtherEnd,
     OtherEndView,
     Relay,
@@ -47,6 +49,16 @@ def schedule_of(plan: Plan, world: World, rank: int) -> Schedule:
 def relays_of(plan: Plan, gen_rank: int) -> tuple[Relay, ...]:
     """The later hops of a generation rank, in order; () where nothing is passed on. Raises IndexError as `schedule_of`."""
     return RankView(plan, "gen", gen_rank).relays()
+
+
+def has_chain(plan: Plan) -> bool:
+    """Whether replicas can be a chain: they pass on in one hop, and hold the same parts, each rank those of one in each replica."""
+    step = replica_ranks(plan.gen)
+    if len(plan.later_hops) != 1 or step == plan.gen.world:
+        return False
+    grids = [plan.rank_grids[number] for number in {transfers.dst for transfers in plan.transfer_groups}]
+    parts = [{*part} for grid in grids for part in grid.tolist()]
+    return all(rank < step or rank - step in part for part in parts for rank in part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +154,18 @@ class RankView(View):
         plan = replace(self.plan, straight=True, digest=self.plan.digest)
         return RankView(plan, self.world, self.rank, gen_seats=self.gen_seats).schedule()
 
+    def chain(self) -> Chain | None:
+        if not has_chain(self.plan):
+            return None
+        step, pulls = replica_ranks(self.plan.gen), self.unrelayed()
+        if self.world == "train":
+            return Chain(pulls.with_peers(range(step)), None)
+        before, behind = self.rank - step, self.rank + step
+        sends = replace(self)._schedule(True, RankView._whole, behind if behind < self.plan.gen.world else None)
+        receives = replace(self)._schedule(False, RankView._whole, before if before >= 0 else None)
+        passes = Relay(self._among_replicas(replace(sends, world="train"), 1), self._among_replicas(receives, 1))
+        return Chain(pulls if before < 0 else pulls.with_peers(()), passes)
+
     def waves(self) -> tuple[Schedule, ...]:
         waves = self.plan.waves if self.plan.waves > 1 else 0
         expanded: dict[tuple[Any, ...], _Expanded] = {}  # of this plan alone
@@ -225,6 +249,14 @@ class RankView(View):
                 chosen = hop.runs & (own == place.replica)
                 return self._columns(place, hop.overlap, chosen, replicas[other], piece="dst", order="dst")
         return self._columns(place, *_NO_LEGS, piece="dst", order="dst")
+
+    def _whole(self, place: RankInGroup, replica: int | None) -> _Columns:
+        """All of the rank's part, to or from the rank of another replica that holds the same; None: of no rank."""
+        if replica is None:
+            return self._columns(place, *_NO_LEGS, piece="dst", order="dst")
+        overlap = np.flatnonzero(self._only(place))
+        peers = np.full((place.transfers.members, len(overlap)), replica, np.int32)
+        return self._columns(place, overlap, np.ones(peers.shape, bool), peers, piece="dst", order="dst")
 
     def _first_hop(self, place: RankInGroup, to: int | None = None) -> Hop:
         members = np.arange(place.transfers.members)

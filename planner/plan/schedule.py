@@ -186,6 +186,17 @@ class Relay:
 
 
 @dataclass(frozen=True, slots=True)
+class Chain:
+    """A rank's part in a refit where each replica of the engine gets everything from the one before it.
+
+    train:0 -> gen:0 -> gen:1 -> gen:2
+    """
+
+    pulls: Schedule  # from the trainer to the first replica
+    passes: Relay | None  # from the replica before, to the one behind; None: a training rank
+
+
+@dataclass(frozen=True, slots=True)
 class OtherEnd:
     """Where the bytes that one rank sends or receives lie at their other ends, for a rank that writes or reads them there.
 
@@ -225,6 +236,10 @@ class View:
     def unrelayed(self) -> Schedule:
         """The schedule if all bytes came from the trainer."""
         raise NotImplementedError("nothing is passed on here")
+
+    def chain(self) -> Chain | None:
+        """The same refit along a chain of replicas; None where they do not all hold the same parts, or nothing is passed on."""
+        return None
 
     def waves(self) -> tuple[Schedule, ...]:
         """A relayed schedule in parts, each passed on while the next comes from the trainer; () for all at once."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from math import prod
@@ -217,7 +218,8 @@ def refit(
 ) -> tuple[str, str, dict[str, str], dict[str, int]]:
     """Rank `number` refits: (executor, end of it, digests of what it executes, wrong elements by parameter).
 
-    With `by_pair` pairs in MCORE_RESHARD_UNREACHABLE go by a stand-in for nccl. `early`: replicas push all in the first wave.
+    With `by_pair` pairs in MCORE_RESHARD_UNREACHABLE go by a stand-in for nccl. `early`: replicas pass all on in the
+    first wave.
     Nobody else can map the memory of engine ranks that are `sleeping`. `engine`: there is a copy engine. All sources are on
     one GPU, or on one each where they are `apart`. `shared`: as on a GPU that both sides share.
     """
@@ -227,16 +229,22 @@ def refit(
     torch.cuda.device = lambda device: nullcontext()  # type: ignore[assignment, misc]
     torch.cuda.current_device, torch.cuda.get_device_properties = lambda: 0, MagicMock()  # type: ignore[assignment]
     torch.cuda.current_stream = lambda device=None: Stream()  # type: ignore[assignment, misc]
-    from mcore_reshard.kernels.transports.direct import ends, pull, pushes, replica, slots
+    from mcore_reshard.kernels.transports.direct import chain, ends, pull, pushes, slots
 
-    pull.DeviceCopies, ends.is_plain = CpuCopies, lambda tensor: True  # type: ignore[misc, assignment]
+    pull.DeviceCopies = CpuCopies  # type: ignore[misc, assignment]
+    ends.is_plain = pushes.is_plain = lambda tensor: True  # type: ignore[assignment]
     pull.is_available = lambda: engine  # type: ignore[assignment]
     engine_rows.LEAST_BYTES, engine_rows._ROW_COST_BYTES, engine_rows._ROW_COST_OVER_SEVERAL = 1, 0, 0
     copy_engine._batch_call = lambda: copy_rows  # type: ignore[assignment]
-    replica.waves_for = lambda nbytes: waves
+    chain.waves_for = lambda nbytes: waves  # type: ignore[assignment]
     if early:
-        pushing = ends.pushing_waves
-        ends.pushing_waves = lambda *given: np.zeros_like(pushing(*given))
+        passing, launch = chain.passing_waves, pushes.Pushes.launch
+
+        def launch_late(self: Any, waves: Iterable[int], *others: Any) -> None:
+            launch(self, (time.sleep(0.2 * bool(wave)) or wave for wave in waves), *others)
+
+        chain.passing_waves = lambda *given: np.zeros_like(passing(*given))
+        pushes.Pushes.launch = launch_late  # type: ignore[method-assign]
     train = plan.train.world
     world, rank = ("train", number) if number < train else ("gen", number - train)
     schedule = schedule_of(plan, world, rank)  # type: ignore[arg-type]
@@ -283,6 +291,10 @@ def _described(end: Any) -> str:
     name = type(end).__name__
     if name == "Source" and end._pushes is not None:
         return "Source that pushes"
-    if name == "Reader" and any(pull._engine is not None for pull in end._copies._pulls):
-        name = "Reader with an engine"
+    if name == "Reader":
+        copies = [end._copies]
+    else:
+        copies = [*end._pushes._plain._waves.values()] if name in ("ChainSource", "Replica") and end._pushes else []
+    if any(each._engine is not None for each in copies):
+        name += " with an engine"
     return f"{name} that is written" if name.startswith("Reader") and end._target is not None else name

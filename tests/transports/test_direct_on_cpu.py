@@ -1,4 +1,4 @@
-"""The direct transport from end to end, without a GPU: every byte arrives, by pulls, by pushes, and beside another transport."""
+"""The direct transport from end to end, without a GPU: every byte arrives, by pulls, along chains, and beside another transport."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ CAST_TO_TWO = Case("tiny-qwen3-moe", "tp=2,ep=2", "tp=2", dtypes=("bf16", "fp8")
 NARROWED = Case("tiny-qwen3", "tp=2", "tp=1", dtypes=("fp32", "bf16"))
 STACKED = Case("tiny-qwen3-moe", "tp=2,ep=2", "tp=2", MegatronBuild(experts="stacked"), dtypes=("fp32", "bf16"))
 ON_ONE_HOST = Case("tiny-qwen3", "tp=1", "dp=4", machine="h200-8,gpus=8", hosts="train=a*1,gen=a*4@1")
+DENSE_ALONE_IS_PASSED_ON = Case("tiny-qwen3-moe", "tp=1", "tp=2,dp=2,ep=4")
 THREE_HOPS = Case("tiny-qwen3", "tp=2", "tp=1,dp=4", machine="h200-8,gpus=2")
 
 
@@ -52,11 +53,11 @@ def one_rank(number: int, address: str, plan: Any, held: Any, waves: int, how: d
     return direct_on_cpu.refit(number, address, plan, held, waves, **how)
 
 
-def test_what_is_pushed_before_it_has_landed_is_found() -> None:
+def test_what_is_passed_on_before_it_has_landed_is_found() -> None:
     plan = ONE_TO_THREE.plan()
     held = direct_on_cpu.of_all_ranks(plan)
     told: Any = values(run_ranks(4, one_rank, plan, held, 5, {"early": True}, timeout_s=60.0))
-    assert all(wrong for *_, wrong in told[1:])
+    assert [bool(wrong) for *_, wrong in told[1:]] == [False, True, True]
 
 
 def test_readers_pull() -> None:
@@ -103,24 +104,45 @@ def test_a_source_casts_for_readers_of_both_kinds() -> None:
     assert refitted(CAST_TO_TWO, sleeping={0})[1] == ends
 
 
+CHAIN = ["ChainSource", *["Replica"] * 3]
+
+
 @pytest.mark.parametrize("waves", [1, 5, 64])
-def test_replicas_push(waves: int) -> None:
-    assert refitted(ONE_TO_THREE, waves=waves) == (["direct"] * 4, ["Source"] + ["Replica"] * 3)
+def test_replicas_are_a_chain(waves: int) -> None:
+    assert refitted(ONE_TO_THREE, waves=waves) == (["direct"] * 4, CHAIN)
 
 
+def test_a_copy_engine_helps_a_chain() -> None:
+    *push, last = CHAIN
+    assert refitted(ONE_TO_THREE, engine=True, apart=True)[1] == [*(f"{end} with an engine" for end in push), last]
+
+
+@pytest.mark.parametrize("how", [{}, {"engine": True, "apart": True}], ids=["kernels", "engines"])
 @pytest.mark.parametrize("case", [TWO_TO_FOUR, FP8_TO_FP8, ALL_CAST, SOME_CAST, ON_ONE_HOST], ids=str)
-def test_replicas_of_several_kinds_push(case: Case) -> None:
+def test_replicas_of_several_kinds_are_chains(case: Case, how: dict[str, Any]) -> None:
     plan = case.plan()
-    assert plan.relay or plan.later_hops
-    assert refitted(case)[1] == ["Source"] * plan.train.world + ["Replica"] * plan.gen.world
+    assert len(plan.later_hops) == 1
+    ends = [end.removesuffix(" with an engine") for end in refitted(case, **how)[1]]
+    assert ends == ["ChainSource"] * plan.train.world + ["Replica"] * plan.gen.world
+
+
+@pytest.mark.parametrize("case", [ONE_TO_THREE, ALL_CAST], ids=str)
+def test_with_checksums_replicas_pull_wave_by_wave(case: Case) -> None:
+    assert set(refitted(case, checksums=True)[1]) == {"RelayedExecutor"}
+
+
+def test_replicas_that_share_experts_are_no_chain() -> None:
+    plan = DENSE_ALONE_IS_PASSED_ON.plan()
+    assert len(plan.later_hops) == 1
+    assert set(refitted(DENSE_ALONE_IS_PASSED_ON)[1]) == {"RelayedExecutor"}
 
 
 def test_what_is_passed_on_twice_is_pulled_wave_by_wave() -> None:
     assert set(refitted(THREE_HOPS)[1]) == {"RelayedExecutor"}
 
 
-def test_where_all_are_near_auto_pushes() -> None:
-    assert refitted(ONE_TO_THREE, unreachable="")[1] == ["Source"] + ["Replica"] * 3
+def test_where_all_are_near_auto_has_a_chain() -> None:
+    assert refitted(ONE_TO_THREE, unreachable="")[1] == CHAIN
 
 
 @pytest.mark.parametrize(

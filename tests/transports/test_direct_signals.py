@@ -48,13 +48,11 @@ class Slots:
             sends,
         )
 
-    def rounds(self, run: int, after_round: Any = None) -> None:
+    def rounds(self, run: int) -> None:
         for number in range(2 * bool(self.readers)):
             first, then = ("tell", "hear") if self._sends else ("hear", "tell")
             getattr(self._signals, first)(run, number, self.readers.keys())
             getattr(self._signals, then)(run, number, self.readers.keys())
-            if after_round is not None:
-                after_round(MagicMock())
 
     def check_sums(self) -> None: ...
 
@@ -64,38 +62,40 @@ def end_of(kind: Any, signals: Any, **parts: Any) -> Any:
     end = kind.__new__(kind)
     nothing = (
         *("settling", "settled", "casting", "reading", "pulling", "pushing", "stream", "copies", "pulled", "pushed"),
-        *("table", "mappings"),
+        *("table", "mappings", "plain", "cast", "engine_stream"),
     )
-    stand_in = MagicMock(__len__=lambda _: WAVES)
+    stand_in = MagicMock()
     parts = dict.fromkeys(nothing, stand_in) | {"signals": signals, "device": None, "bound": MagicMock()} | parts
     vars(end).update({f"_{name}": part for name, part in parts.items()})
     return end
 
 
-def replica_of(reader: Any, view: Any) -> Any:
-    """The end of a replica that pushes, around that of a reader."""
+def end_of_chain(signals: Any, bound: Any, passes: Any) -> Any:
+    """The end of a training rank, or of a replica, in a chain."""
     from mcore_reshard.kernels.transports.base import connect_together
-    from mcore_reshard.kernels.transports.direct import replica
+    from mcore_reshard.kernels.transports.direct import chain
     from mcore_reshard.kernels.transports.direct.peer_signals import PeerSignals
 
-    (relay,) = view.relays()
-    store = reader._signals.store.under("replicas")
-    bounds: list[Any] = [
-        SimpleNamespace(schedule=end, rank_name=end.name, nbytes=1) for end in (relay.sends, relay.receives)
-    ]
-    signals = connect_together([partial(PeerSignals, store, bound, 10.0) for bound in bounds], None)
-    end = replica.Replica.__new__(replica.Replica)
-    end._reader, end.bound, end._signals = reader, (reader._bound, *bounds), signals
-    end._pushes = pushes_of(signals[0], relay.sends.peers)
-    end._admits = False
-    end._target = target_of(signals[1], relay.receives.peers)
+    if passes is None:
+        telling = chain._Telling(signals, dict.fromkeys(signals.peers, WAVES), None)
+        return end_of(
+            chain.ChainSource, signals, count=WAVES, pushes=pushes_of(signals, {*signals.peers}), telling=telling
+        )
+    ends = [SimpleNamespace(schedule=end, rank_name=end.name, nbytes=1) for end in (passes.sends, passes.receives)]
+    store = signals.store.under("replicas")
+    behind, before = connect_together([partial(PeerSignals, store, end, 10.0) for end in ends], None)  # type: ignore
+    sources = before if before.peers else signals
+    end = end_of(chain.Replica, (before, behind), sources=sources, count=WAVES, gets=bound)
+    end._pushes = pushes_of(behind, {*behind.peers}) if behind.peers else None
+    end._telling = chain._Telling(behind, dict.fromkeys(behind.peers, WAVES), None)
+    end._target = target_of(sources, {*sources.peers})
     return end
 
 
-def pushes_of(signals: Any, peers: Any, waves: int = WAVES) -> Any:
+def pushes_of(signals: Any, peers: Any) -> Any:
     from mcore_reshard.kernels.transports.direct import pushes
 
-    end = end_of(pushes.Pushes, signals, queued=0, copies=MagicMock(__len__=lambda _: waves))
+    end = end_of(pushes.Pushes, signals)
     end.peers = peers
     return end
 
@@ -110,26 +110,28 @@ def end_and_signals(number: int, address: str, plan: Plan, sleeping: frozenset[i
     """(the signals of rank `number`, training ranks first, its end). Nobody can map the memory of `sleeping` readers."""
     for name in ("cuda", "cuda.bindings", "cuda.core"):  # of this process alone
         sys.modules[name] = MagicMock()
-    from mcore_reshard.kernels.transports.direct import ends, pushes
+    from mcore_reshard.kernels.transports.direct import ends
     from mcore_reshard.kernels.transports.direct.peer_signals import PeerSignals
     from mcore_reshard.kernels.transports.direct.staging import parted
 
     torch.cuda.current_stream = torch.cuda.Stream = MagicMock()
-    ends.check_sums = pushes.check_sums = lambda *_: None
+    ends.check_sums = lambda *_: None
     world, rank = ("train", number) if number < plan.train.world else ("gen", number - plan.train.world)
     schedule = schedule_of(plan, world, rank)  # type: ignore[arg-type]
+    chain = schedule.view.chain() if schedule.view is not None else None
+    schedule = schedule if chain is None else chain.pulls
     bound: Any = SimpleNamespace(schedule=schedule, rank_name=schedule.name, nbytes=1)
     signals = PeerSignals(store_of(address).under("direct"), bound, 10.0)
-    cast, passes_on = parted(schedule)[1].peers, world == "gen" and schedule.relayed
+    if chain is not None:
+        return signals, end_of_chain(signals, bound, chain.passes)
+    cast = parted(schedule)[1].peers
     written = cast - sleeping if world == "train" else frozenset() if rank in sleeping else cast
-    if schedule.later_hops:
-        written = frozenset()
     slots = Slots(signals, {*cast - written}, sends=world == "train")
     kind: Any = ends.Source if world == "train" else ends.Reader
     end = end_of(kind, signals, not_done=None, read={}, slots=slots, bound=bound)
-    end._pushes = pushes_of(signals, written, waves=1) if written else None
+    end._pushes = pushes_of(signals, written) if written else None
     end._target = target_of(signals, written) if written else None
-    return signals, replica_of(end, schedule.view) if passes_on else end
+    return signals, end
 
 
 def refit(number: int, address: str, plan: Plan, sleeping: frozenset[int] = frozenset()) -> int:
@@ -137,7 +139,7 @@ def refit(number: int, address: str, plan: Plan, sleeping: frozenset[int] = froz
     signals, end = end_and_signals(number, address, plan, sleeping)
     for run in range(1, REFITS + 1):
         end.run(run)
-    if number < plan.train.world:
+    if number < plan.train.world and not plan.later_hops:
         end._hear_done()
     ranks = plan.train.world + plan.gen.world
     signals.store.set(f"over/{number}", "")
@@ -182,24 +184,20 @@ def fail_while_written(number: int, address: str, plan: Plan, writer_fails: bool
             store.set("written", "")
         return is_over
 
-    if name == "train:0":
-        end._signals.hear = MagicMock()  # it fails neither, nor waits for readers that have
-    elif name == "gen:1" or (writer_fails and name == "gen:0"):
-        end._reader.end = fail
+    if name == "gen:1":
+        end._target.end = fail
     if name == "gen:0":
         end._pushes._stream = MagicMock(query=written)
         end._pushes._pushing.wait = lambda events: EventPoller(5.0).until(written)
+        if writer_fails:
+            end._pushes.end = partial(fail, 1)
     said = ""
     try:
         end.run(1)
     except (OSError, TransferError):
-        if name == "gen:1":
-            end._reader.close = lambda: None
-            end.close()
-            said = "no more writes" if store.check(["written"]) else "still written"
-    if name == "gen:0" and writer_fails:
-        end._reader.close = lambda: None
-        end.close()
+        if name in ("gen:0", "gen:1"):
+            end.end_writes()
+            said = "" if name == "gen:0" else "no more writes" if store.check(["written"]) else "still written"
     store.set(f"over/{number}", "")
     store.wait([f"over/{other}" for other in range(plan.train.world + plan.gen.world)])
     return said
@@ -213,17 +211,15 @@ def test_a_replica_that_fails_closes_when_it_is_written_no_more(writer_fails: bo
 
 
 def written_by_others(number: int, address: str, plan: Plan) -> int:
-    """What counts as written on a replica that gets nothing from the trainer; 0 on the trainer."""
+    """What counts as written; 0 on the trainer."""
     signals, end = end_and_signals(number, address, plan)
-    if number:
-        end._reader._bound.nbytes = 0
     end.run(1)
     signals.store.set(f"over/{number}", "")
     signals.store.wait([f"over/{other}" for other in range(plan.train.world + plan.gen.world)])
     return end.written_bytes if number else 0
 
 
-def test_what_other_replicas_write_counts_as_written() -> None:
+def test_what_others_write_counts_as_written() -> None:
     plan = Case("tiny-qwen3", "tp=1", "dp=3").plan()
     assert values(run_ranks(4, written_by_others, plan, timeout_s=60.0)) == [0, 1, 1, 1]
 
@@ -238,15 +234,6 @@ def test_in_some_of_them_trainers_cast_for_one_reader_and_send_plain_bytes_to_an
             plain, cast = parted(schedule_of(plan, "train", rank))
             mixed += bool({*cast.peers} and {*plain.peers} - {*cast.peers})
     assert mixed > 2
-
-
-def test_one_replica_is_cast_for_and_passes_that_on_to_others_for_whom_nothing_is_cast() -> None:
-    from mcore_reshard.kernels.transports.direct.staging import parted
-
-    plan = ONE_CAST.plan()
-    assert plan.relay
-    cast = [len(parted(schedule_of(plan, "gen", rank))[1].peers) for rank in range(plan.gen.world)]
-    assert sorted(cast) == [0, 0, 1]
 
 
 def last_signal(number: int, address: str, plan: Plan) -> str:

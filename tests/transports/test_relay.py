@@ -225,10 +225,10 @@ def relayed_on_gpus(number: int, address: str, case: Case, device: str) -> tuple
 
 
 def in_waves() -> Any:
-    """Replicas of this process push in five waves, however few bytes there are. Returns the module of pushes."""
-    from mcore_reshard.kernels.transports.direct import pushes, replica
+    """Replicas of this process have five waves, however few bytes there are. Returns the module of pushes."""
+    from mcore_reshard.kernels.transports.direct import chain, pushes
 
-    replica.waves_for = lambda nbytes: 5
+    chain.waves_for = lambda nbytes: 5  # type: ignore[assignment]
     return pushes
 
 
@@ -256,18 +256,18 @@ def test_replicas_pass_on_over_direct(case: Case, device: str) -> None:
     assert told == [({"direct"}, {})] * ranks
 
 
-def dying_among_pushes(number: int, address: str) -> str:
-    """Generation rank 1 dies when it has queued two of five waves."""
+def dying_in_a_chain(number: int, address: str, dies: int) -> str:
+    """A rank dies when it has queued two of five waves."""
     pushes = in_waves()
     launch = pushes.Pushes.launch
 
-    def die(self: Any, landed: Any) -> None:
-        if self._queued == 2:
+    def die(wave: int) -> int:
+        if wave == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        launch(self, landed)
+        return wave
 
-    if number == 2:
-        pushes.Pushes.launch = die
+    if number == dies:
+        pushes.Pushes.launch = lambda self, waves, pushed: launch(self, map(die, waves), pushed)
     try:
         planned_refits.refit(number, address, ONE_TO_THREE, "cuda:0", transport="direct", timeout_s=20.0)
     except RefitError as error:
@@ -278,11 +278,13 @@ def dying_among_pushes(number: int, address: str) -> str:
 
 @pytest.mark.gpu
 @needs_gpus(1)
-def test_a_replica_that_dies_among_its_pushes_is_named_and_leaves_no_gpu_waiting() -> None:
-    outcomes = run_ranks(4, dying_among_pushes, timeout_s=60.0, method="spawn")
-    assert outcomes[2].kind == "died"
-    for outcome in (outcomes[0], outcomes[1], outcomes[3]):
-        assert "gen:1" in outcome.value or "relay:1" in outcome.value, outcome
+@pytest.mark.parametrize("dies", [0, 1, 2])
+def test_who_dies_in_a_chain_is_named_and_leaves_no_gpu_waiting(dies: int) -> None:
+    outcomes = run_ranks(4, dying_in_a_chain, dies, timeout_s=60.0, method="spawn")
+    assert outcomes.pop(dies).kind == "died"
+    names = [f"gen:{dies - 1}", f"relay:{dies - 1}"] if dies else ["train:0"]
+    for outcome in outcomes:
+        assert any(name in outcome.value for name in names), outcome
 
 
 def failing(number: int, address: str) -> None:

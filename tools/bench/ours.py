@@ -123,7 +123,7 @@ def _direct_with(options: Options, context: TransportContext) -> Executor:
             bool(int(options.get("checksums", 0))),
             int(options["engine_percent"]) / 100 if "engine_percent" in options else usual.engine_share,
         ),
-        passes_on=context.bound.schedule.relayed,  # on one host, so at most once
+        chain=view.chain() if (view := context.bound.schedule.view) is not None else None,
     )
 
 

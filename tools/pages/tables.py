@@ -430,9 +430,10 @@ def _measured_table(data: dict[str, Any]) -> str:
                 continue
             share = f"{row['share']:.3f} of {row['share_of']}" if "share" in row else ""
             ms = f"{row['ms']:,.1f}" if row["ms"] < 1000 else f"{row['ms']:,.0f}"
+            first = f"{row['first_ms']:,.0f} ms" if "first_ms" in row else "-"
             lines.append(
                 f"| {what} | {workload['ranks']} | `{row['method']}` | {ms} | {row['gb_per_s_per_receiver']:.3g} |"
-                f" {share} | {row['first_ms']:,.0f} ms | {row['prepare_s']:.1f} s | {row['extra_memory_mb']:,.0f} MB |"
+                f" {share} | {first} | {row['prepare_s']:.1f} s | {row['extra_memory_mb']:,.0f} MB |"
                 f" {row['host_cpu_ms']:,.1f} ms |"
             )
             what, workload = "", {**workload, "ranks": ""}

@@ -16,13 +16,11 @@ Weights that are cast on the way, and their scales, are written by the source, w
 Some readers pull them out of slots at the source instead (see `has_slots` and `slots`), after everything else: the first ones
 are cast meanwhile. When all casts are done the source says CAST, since the event of a source that dies never happens. On a GPU
 that both share, readers pull everything else last, after CAST: work that waits on the GPU takes turns there from those who cast.
-Replicas that push keep to one order there, too.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -32,14 +30,13 @@ import numpy as np
 import torch
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule
-from mcore_reshard.kernels.copies.copy_table import Ints
 from mcore_reshard.kernels.copies.peer_table import peer_table
 from mcore_reshard.kernels.copies.read_back import Executed
 from mcore_reshard.kernels.copies.tensors import gpu_of
 from mcore_reshard.kernels.cuda.copy_kernel import KernelShape, own_gpu_shape
 from mcore_reshard.kernels.cuda.device_memory import is_plain
 from mcore_reshard.kernels.cuda.engine_rows import ENGINE_STREAMS
-from mcore_reshard.kernels.cuda.executed_tiles import PlacedCopies
+from mcore_reshard.kernels.cuda.executed_tiles import PlacedCopies, tile_problems
 from mcore_reshard.kernels.cuda.ipc import export_event, open_event, withdraw_event
 from mcore_reshard.kernels.errors import TransportUnavailable
 from mcore_reshard.kernels.rendezvous.polling import CLOSE_S, EventPoller
@@ -49,13 +46,12 @@ from mcore_reshard.planner.plan.schedule import Schedule
 
 from .event_wait import EventWait
 from .peer_signals import PeerSignals, Signal
-from .pull import DirectOptions, Waves, check_sums, engine_helps, on_one_gpu, parameter_of
-from .pushes import CastWave, Pushes, Target
+from .pull import DirectOptions, Pull, check_sums, engine_helps, on_one_gpu, parameter_of
+from .pushes import Pushes, Target
 from .shared_memory import addresses_of, fetch_exports, share_memory
 from .slots import SlotReader, SlotSource
 from .staging import has_slots, parted, with_other_end
 from .turns import engine_turns, publish_readers
-from .waves import landing_waves, pushing_waves
 
 # Of the keys under which readers say whether sources write what they cast, and where.
 _WRITTEN, _CASTS = "written/", "casts/"
@@ -90,7 +86,7 @@ class Source:
             with ExitStack() as opened:
                 opened.callback(self._slots.close)
                 pushed = bound.rows(cast.with_peers(written))
-                self._pushes = Pushes(pushed, partial(CastWave, pushed), signals, kept, prefix=_CASTS)
+                self._pushes = Pushes.of_casts(pushed, signals, kept, prefix=_CASTS)
                 opened.pop_all()
             self.executed += self._pushes.executed
             self.table_bytes += self._pushes.table_bytes
@@ -103,7 +99,7 @@ class Source:
         self._settling.wait(dict.fromkeys(self._signals.peers, settled))
         if self._pushes is not None:  # now, as a GPU that is idle does at once what is queued
             self._pushes.begin(run)
-            self._pushes.launch(settled)
+            self._pushes.launch([0])
         self._signals.tell(run, Signal.READY)
         if self._slots.stream is not None:
             readers = self._slots.readers
@@ -133,24 +129,12 @@ class Source:
 
 
 class Reader:
-    """A generation rank: its kernels, and the mappings that they read.
-
-    A replica that passes on what it reads does so in `waves`, then after each round of casts. `ctas` is then its part of the GPU.
-    """
+    """A generation rank: its kernels, and the mappings that they read."""
 
     scratch_bytes = 0
     written_bytes = 0  # all, once something is queued: the GPU does not say how far it is
 
-    def __init__(
-        self,
-        bound: BoundSchedule,
-        signals: PeerSignals,
-        options: DirectOptions,
-        kept: Kept,
-        *,
-        waves: int = 1,
-        ctas: int | None = None,
-    ) -> None:
+    def __init__(self, bound: BoundSchedule, signals: PeerSignals, options: DirectOptions, kept: Kept) -> None:
         schedule = with_other_end(bound.schedule)
         self._bound = bound
         self._signals = signals
@@ -173,13 +157,13 @@ class Reader:
             from_one = helps and on_one_gpu(gpus, device).keys() == gpus.keys()
             is_written = _may_be_written(bound, cast, options, kept, by_engine=from_one)
             self._table = peer_table(plain)
-            self._plain, self._cast, self._landing = plain, cast, landing_waves(plain, waves)
             signals.publish(is_written, prefix=_WRITTEN)
             if is_written:
-                self._target = Target(bound.rows(cast), signals, kept, prefix=_CASTS)
+                self._target = Target(bound, [cast], signals, kept, prefix=_CASTS)
                 cast = cast.with_peers(())
-            slots = bound, cast, signals, self._slot_mappings, self._stream, engine_streams[0], options, ctas
-            self._slots = SlotReader(*slots)
+            self._slots = SlotReader(
+                bound, cast, signals, self._slot_mappings, self._stream, engine_streams[0], options
+            )
             addresses = addresses_of(self._table, bound, exports, self._mappings)
             sources = {gpu for of_rank in gpus.values() for gpu in of_rank}
             # Tile by tile in a relay: two replicas that meet at a source for long are both slow. Also with a source on
@@ -187,13 +171,11 @@ class Reader:
             own_gpu = sources == {gpu_of(device)}
             by_tile = schedule.relayed or schedule.between_replicas or gpu_of(device) in sources
             shape = options.shape or (own_gpu_shape(device) if own_gpu else KernelShape())
-            if ctas is not None and not own_gpu:
-                shape = replace(shape, ctas=ctas)
-            elif schedule.relayed:  # half the CTAs on the first hop: its loads hold up the second hop's
+            if schedule.relayed:  # half the CTAs on the first hop: its loads hold up the second hop's
                 shape = replace(shape, ctas=-(-shape.ctas // 2))
-            self._copies = Waves(
-                self._table, self._landing[self._table.transfer], addresses, device, shape, options,
-                by_engine=by_engine, first=schedule.rank,
+            self._copies = Pull(
+                self._table.copies, addresses, device, shape, options,
+                peer=self._table.peer, by_engine=by_engine, first=schedule.rank,
                 together=1 if by_tile else None, own_gpu=own_gpu, engine_streams=engine_streams,
             )  # fmt: skip
         except BaseException:
@@ -203,32 +185,25 @@ class Reader:
             raise
         self.table_bytes = self._copies.nbytes + self._slots.table_bytes
         placed, name_of = PlacedCopies.of(self._table.copies, addresses), partial(parameter_of, bound, self._table)
-        problems = self._copies.problems(placed, name_of) + self._slots.problems
+        problems = tile_problems(self._copies.read_back(), placed, name_of) + self._slots.problems
         executed = Executed(bound, buckets=self._slots.buckets, reaches=self._table, device_problems=tuple(problems))
         self.executed: tuple[Executed, ...] = (executed,)
         self.bound = (bound,)
         if self._target is not None:
             self.executed += self._target.executed
 
-    @property
-    def waves(self) -> int:
-        return len(self._copies)
-
-    def pushing_waves(self, sends: Schedule) -> Ints:
-        """The wave of each transfer that is passed on; rounds of casts count as waves after the others."""
-        return pushing_waves(self._plain, self._landing, self.waves, self._cast, self._slots.round_of, sends)
-
     def run(self, run: int) -> None:
-        self.begin(run)
+        self._begin(run)
         if self._slots.shares_gpu:
-            self.pull_casts(run)
-            self.launch(0)
+            self._slots.rounds(run)
+            self._signals.hear(run, Signal.CAST, self._slots.sources)
+            self._copies.launch(self._stream)
         else:
-            self.launch(0)
-            self.pull_casts(run)
-        self.end(run)
+            self._copies.launch(self._stream)
+            self._slots.rounds(run)
+        self._end(run)
 
-    def begin(self, run: int) -> None:
+    def _begin(self, run: int) -> None:
         """Let sources write what they cast. Returns when everything else may be pulled."""
         self.written_bytes = 0
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -241,21 +216,7 @@ class Reader:
         self.written_bytes = self._bound.nbytes
         self._began = time.monotonic()
 
-    def launch(self, wave: int) -> torch.cuda.Event:
-        """Queue a wave. The event will have happened when this wave and those before it have landed."""
-        self._copies.launch(wave, self._stream)
-        return self._stream.record_event()
-
-    def pull_casts(self, run: int, after_round: Callable[[torch.cuda.Event], None] | None = None) -> None:
-        """Queue the rounds of casts; on a GPU that is shared with a source, return when all casts are done.
-
-        `after_round` is called after each of them, with the event that it has landed.
-        """
-        self._slots.rounds(run, after_round)
-        if self._slots.shares_gpu:
-            self._signals.hear(run, Signal.CAST, self._slots.sources)
-
-    def end(self, run: int) -> None:
+    def _end(self, run: int) -> None:
         """Wait until everything has landed."""
         self._pulled.record(self._stream)
         self._signals.tell(run, Signal.STARTED)

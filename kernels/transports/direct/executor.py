@@ -3,8 +3,8 @@
 Training ranks export their allocations once. Each generation rank maps what it needs, also once (see `kept`), and in each
 refit pulls everything with one kernel launch, beside which a copy engine takes large copies (see `pull`). It takes from
 all stages and sources. The order differs from receiver to receiver, so that no source has to serve all of them at once.
-The signals by which both ends keep order: see `ends`. Replicas that pass on what they read push it: see `replica`.
-Training ranks push what they cast: see `pushes`.
+The signals by which both ends keep order: see `ends`. Training ranks push what they cast, see `pushes`; and everything where
+replicas pass on, see `chain`.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from mcore_reshard.kernels.options import DEFAULT_SCRATCH_BYTES
 from mcore_reshard.kernels.rendezvous.store_keys import StoreKeys
 from mcore_reshard.kernels.transports.base import StageReport, merge_reports
 from mcore_reshard.kernels.transports.kept import Kept
+from mcore_reshard.planner.plan.schedule import Chain
 
+from .chain import ChainSource, Replica
 from .ends import Reader, Source
 from .peer_signals import PeerSignals
 from .pull import DirectOptions
-from .replica import Replica
 
 
 class DirectExecutor:
     """One rank's end of the direct transport. Constructed on all ranks at the same time; `store` is its own.
 
-    With `passes_on` a generation rank moves what a plan's only hop among replicas has for it, too. `kept` has what earlier
+    With a `chain` ranks push from one to the next, see `chain`. `kept` has what earlier
     executors of this rank have exported and mapped; without it this one closes what it maps. Raises `TransportUnavailable`
     where memory cannot be exported or mapped. Tensors of ranks that are read or written must outlive the others' `close`.
     """
@@ -45,8 +46,10 @@ class DirectExecutor:
         scratch_bytes: int = DEFAULT_SCRATCH_BYTES,
         options: DirectOptions = DirectOptions(),  # noqa: B008
         kept: Kept | None = None,
-        passes_on: bool = False,
+        chain: Chain | None = None,
     ) -> None:
+        if chain is not None:
+            bound = bound.part(chain.pulls)
         self._bound = bound
         self._own_kept = Kept() if kept is None else None
         kept = self._own_kept or kept
@@ -54,12 +57,14 @@ class DirectExecutor:
         self._runs = 0
         self._closed = False
         self._signals = PeerSignals(store, bound, timeout_s)
-        self._end: Source | Reader | Replica
+        self._end: Source | Reader | ChainSource | Replica
         try:
-            if bound.schedule.world == "train":
+            if chain is not None and chain.passes is not None:
+                self._end = Replica(bound, chain.passes, self._signals, options, kept)
+            elif chain is not None:
+                self._end = ChainSource(bound, self._signals, options, kept)
+            elif bound.schedule.world == "train":
                 self._end = Source(bound, self._signals, scratch_bytes, kept)
-            elif passes_on:
-                self._end = Replica(bound, self._signals, options, kept)
             else:
                 self._end = Reader(bound, self._signals, options, kept)
         except BaseException:

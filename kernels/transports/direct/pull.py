@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from mcore_reshard.kernels.copies.tensors import gpu_of
 from mcore_reshard.kernels.cuda.copy_engine import EngineCopies, is_available
 from mcore_reshard.kernels.cuda.copy_kernel import DeviceCopies, KernelShape
 from mcore_reshard.kernels.cuda.engine_rows import ENGINE_SHARE, divided
-from mcore_reshard.kernels.cuda.executed_tiles import NameOf, PlacedCopies, tile_problems
+from mcore_reshard.kernels.cuda.streams import forked
 from mcore_reshard.kernels.cuda.tiles import DEFAULT_TILE_BYTES, interleaved
 from mcore_reshard.kernels.errors import ChecksumError
 from mcore_reshard.planner.plan.schedule import Schedule
@@ -32,10 +31,10 @@ from .turns import may_use_engine
 
 @dataclass(frozen=True, slots=True)
 class DirectOptions:
-    """How generation ranks pull. Training ranks ignore it."""
+    """How generation ranks pull, and how ranks of a chain push."""
 
     shape: KernelShape | None = (
-        None  # None: all of a GPU that reads its own memory alone, else 48 of its multiprocessors; 96 of a replica that pushes
+        None  # None: all of a GPU that reads its own memory alone, else 48 of its multiprocessors
     )
     tile_bytes: int = DEFAULT_TILE_BYTES
     checksums: bool = False  # sum every tile as it is read and as it was written, and compare
@@ -43,7 +42,7 @@ class DirectOptions:
 
 
 class Pull:
-    """Copies (dtype COPY) that `device` runs, any number of times. A replica that pushes has no part for the copy engine.
+    """Copies (dtype COPY) that `device` runs, any number of times.
 
     `peer` [copies] is the rank that each reads, or writes. `first` and `together` order the kernel's tiles, as for `interleaved`.
     """
@@ -76,85 +75,23 @@ class Pull:
 
     def launch(self, stream: torch.cuda.Stream) -> None:
         """Queue everything on `stream`. Does not wait."""
-        if self._engine is None:
-            self._kernel.launch(stream)
-            return
-        for each in self._engine_streams:
-            each.wait_stream(stream)
-        try:
-            self._kernel.launch(stream)
+        with forked(stream, () if self._engine is None else self._engine_streams):
+            self.queue(stream)
+
+    def queue(self, stream: torch.cuda.Stream) -> None:
+        """Queue the kernel on `stream`, and the copy engine's part on its streams. Neither waits for the other."""
+        self._kernel.launch(stream)
+        if self._engine is not None:
             self._engine.launch(self._engine_streams)
-        finally:  # whoever waits for `stream` waits for what was queued
-            for each in self._engine_streams:
-                stream.wait_stream(each)
 
     def read_back(self) -> NDArray[np.void]:
         """Everything that the next launch copies (dtype TILE), as the device and the driver are told."""
         tiles = self._kernel.read_back()
         return tiles if self._engine is None else np.concatenate([tiles, self._engine.read_back()])
 
-    def empty(self, stream: torch.cuda.Stream) -> None:
-        """Queue on `stream`: launches that begin later copy nothing. For good. Not for one with a copy engine's part."""
-        assert self._engine is None
-        self._kernel.empty(stream)
-
     def damaged(self) -> Ints:
         """Copies that wrote other bytes than they read, where these are summed; the last launch must have ended."""
         return self._kernel.damaged()
-
-
-class Waves:
-    """The copies of a table in waves, each of which is one launch; `wave` [copies] is that of each.
-
-    Other arguments are those of `Pull`, for the copies of all waves.
-    """
-
-    def __init__(
-        self,
-        table: PeerTable,
-        wave: Ints,
-        addresses: NDArray[np.uint64],
-        device: torch.device,
-        shape: KernelShape,
-        options: DirectOptions,
-        **others: Any,
-    ) -> None:
-        self._copies = [np.flatnonzero(wave == number) for number in range(1 + int(wave.max(initial=0)))]
-        self._pulls = [
-            Pull(table.copies[copies], addresses, device, shape, options, peer=table.peer[copies], **others)
-            for copies in self._copies
-        ]
-        self.nbytes = sum(pull.nbytes for pull in self._pulls)
-
-    def __len__(self) -> int:
-        return len(self._pulls)
-
-    def prepare(self, stream: torch.cuda.Stream) -> None:
-        """Queue what may happen before others may be written: nothing."""
-
-    def launch(self, wave: int, stream: torch.cuda.Stream) -> None:
-        """Queue a wave on `stream`. Does not wait."""
-        self._pulls[wave].launch(stream)
-
-    def read_back(self) -> NDArray[np.void]:
-        """As `Pull.read_back`, of all waves."""
-        tables = [pull.read_back() for pull in self._pulls]
-        for tiles, copies in zip(tables, self._copies, strict=True):
-            tiles["copy"] = copies[tiles["copy"]]
-        return np.concatenate(tables)
-
-    def problems(self, placed: PlacedCopies, name_of: NameOf) -> list[str]:
-        """How what the device and the driver are told differs from `placed`, the copies of the table."""
-        return tile_problems(self.read_back(), placed, name_of)
-
-    def empty(self, stream: torch.cuda.Stream) -> None:
-        """As `Pull.empty`, of all waves."""
-        for pull in self._pulls:
-            pull.empty(stream)
-
-    def damaged(self) -> Ints:
-        """As `Pull.damaged`, of all waves."""
-        return np.concatenate([copies[pull.damaged()] for pull, copies in zip(self._pulls, self._copies, strict=True)])
 
 
 def check_sums(bound: BoundSchedule, table: PeerTable, damaged: Ints, signals: PeerSignals) -> None:
@@ -173,7 +110,11 @@ def parameter_of(bound: BoundSchedule, table: PeerTable, copy: int) -> str:
 
 def engine_helps(schedule: Schedule, options: DirectOptions) -> bool:
     """Whether a copy engine helps who reads, and the driver has batches of copies."""
-    return may_use_engine(schedule, checksums=options.checksums) and options.engine_share > 0 and is_available()
+    return may_use_engine(schedule, checksums=options.checksums) and has_engine(options)
+
+
+def has_engine(options: DirectOptions) -> bool:
+    return options.engine_share > 0 and is_available()
 
 
 def on_one_gpu(gpus: Mapping[int, Collection[str]], device: torch.device) -> dict[int, int]:

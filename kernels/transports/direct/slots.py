@@ -8,8 +8,8 @@ while earlier rounds are under way. So `rounds(run)` returns before the last byt
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence, Set
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from mcore_reshard.kernels.copies.tensors import gpu_of
 from mcore_reshard.kernels.cuda.copy_kernel import DeviceGather, KernelShape
 from mcore_reshard.kernels.cuda.executed_tiles import PlacedCopies, names_of, tile_problems
 from mcore_reshard.kernels.cuda.ipc import Export, export, export_event, open_event, withdraw_event
+from mcore_reshard.kernels.cuda.streams import forked
 from mcore_reshard.kernels.errors import ChecksumError, SessionError
 from mcore_reshard.kernels.options import ALIGNMENT
 from mcore_reshard.kernels.transports.kept import Mappings
@@ -32,7 +33,7 @@ from mcore_reshard.planner.plan.schedule import Schedule
 
 from .peer_signals import PeerSignals
 from .pull import DirectOptions, Pull, engine_helps, on_one_gpu
-from .staging import SLOTS, SlotPlan, divide_slots, new_weights, rounds_of
+from .staging import SLOTS, SlotPlan, divide_slots, new_weights
 
 _PREFIX = "slots/"  # of the keys under which ranks publish their slots and events
 
@@ -177,13 +178,10 @@ class SlotReader:
         stream: torch.cuda.Stream,
         engine_stream: torch.cuda.Stream,
         options: DirectOptions,
-        ctas: int | None = None,
     ) -> None:
         self._signals = signals
         self._stream = stream
         self.problems: list[str] = []  # of the tables, as they were read back from the device
-        self._schedule = schedule
-        self._buckets: dict[int, tuple[Bucket, ...]] = {}  # by source
         self._rounds: list[_Pulling] = []
         self._slot_streams: list[torch.cuda.Stream] = []
         self._taken: list[torch.cuda.Event] = []
@@ -199,7 +197,7 @@ class SlotReader:
         signals.publish({"events": events, "gpu": gpu_of(device)}, prefix=_PREFIX)
         addresses = [tensor.data_ptr() for tensor in bound.tensors]
         own = len(addresses)
-        buckets = self._buckets
+        buckets: dict[int, tuple[Bucket, ...]] = {}  # by source
         places: dict[int, int] = {}
         slots: dict[int, list[int]] = {}
         gpus: dict[int, set[str]] = {}
@@ -229,10 +227,8 @@ class SlotReader:
             ]
             # Tile by tile: readers drift apart from round to round. If they read one source after the other, two of them
             # would end up at the same source all the time.
-            shape = options.shape or KernelShape()
-            shape = shape if ctas is None else replace(shape, ctas=ctas)
             copies = Pull(
-                joined(tables), bases, device, shape, options,
+                joined(tables), bases, device, options.shape or KernelShape(), options,
                 peer=source, by_engine=far, first=schedule.rank, together=1,
                 engine_streams=[engine_stream],
             )  # fmt: skip
@@ -249,23 +245,13 @@ class SlotReader:
         return tuple(bucket for each in self._rounds for bucket in each.buckets)
 
     @property
-    def round_of(self) -> NDArray[np.int64]:
-        """In which round each transfer has landed, as `rounds_of`."""
-        return rounds_of(self._schedule, self._buckets)
-
-    @property
     def sources(self) -> Collection[int]:
         """Ranks out of whose slots it pulls."""
         return self._cast.keys()
 
-    def rounds(self, run: int, after_round: Callable[[torch.cuda.Event], None] | None = None) -> None:
-        """Queue all pulls, after what is queued on the stream. Returns when they are queued.
-
-        `after_round` is called after each of them, with the event that it has landed.
-        """
-        for stream in self._slot_streams:
-            stream.wait_stream(self._stream)
-        try:
+    def rounds(self, run: int) -> None:
+        """Queue all pulls, after what is queued on the stream. Returns when they are queued."""
+        with forked(self._stream, self._slot_streams):
             for number, each in enumerate(self._rounds):
                 slot, peers = number % SLOTS, [bucket.peer for bucket in each.buckets]
                 stream = self._slot_streams[slot]
@@ -275,11 +261,6 @@ class SlotReader:
                 each.copies.launch(stream)
                 self._taken[slot].record(stream)
                 self._signals.tell(run, number, peers)
-                if after_round is not None:
-                    after_round(stream.record_event())
-        finally:  # `stream` has done nothing before all of them have
-            for stream in self._slot_streams:
-                self._stream.wait_stream(stream)
 
     def check_sums(self) -> None:
         """Raise `ChecksumError` for bytes that were written otherwise than read; all pulls must have ended."""

@@ -12,7 +12,7 @@ the rest, since buckets depend on the transfers alone. A reader takes round k of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -124,21 +124,3 @@ def divide_slots(schedule: Schedule, scratch_bytes: int) -> tuple[SlotPlan, dict
     largest = [aligned(max((bucket.nbytes for bucket in of_peer[peer]), default=0)) for peer in peers]
     places = (np.cumsum(largest) - largest).tolist()
     return SlotPlan(bucket_bytes, sum(largest), dict(zip(peers, places, strict=True))), of_peer
-
-
-def rounds_of(schedule: Schedule, buckets: Mapping[int, Sequence[Bucket]]) -> NDArray[np.int64]:
-    """The round with the end of each transfer, as `joined_transfers` has them; -1 of empty ones.
-
-    `buckets` are those of each peer, cut from its part of the schedule alone.
-    """
-    rounds = []
-    for stage, table in enumerate(schedule.tables):
-        of_stage = np.full(len(table), -1)
-        for peer, of_peer in buckets.items():
-            numbers = [number for number, bucket in enumerate(of_peer) if bucket.stage == stage]
-            begins = np.array([of_peer[number].row for number in numbers], np.int64)
-            rows = np.flatnonzero(table.peer == peer)
-            full = np.flatnonzero(table.nbytes[rows] > 0)
-            of_stage[rows[full]] = np.array(numbers, np.int64)[np.searchsorted(begins, full, side="right") - 1]
-        rounds.append(of_stage)
-    return np.concatenate([np.zeros(0, np.int64), *rounds])

@@ -1,14 +1,17 @@
-"""Divide what a replica pulls into waves, each of which it pushes to other replicas while the next one lands.
+"""Divide what goes along a chain of replicas into waves: each is passed on while the next one lands.
 
-    pulled    wave 0   wave 1   wave 2
-    pushed             wave 0   wave 1   wave 2
+    train:0 -> gen:0    wave 0   wave 1   wave 2
+    gen:0 -> gen:1               wave 0   wave 1   wave 2
 
-Both happen on the replica's own GPU. So each replica has waves of its own, and says no word about them.
+The first replica says how many waves there are. It and its trainers cut them alike. All others pass the same waves on.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from math import isqrt
+from typing import Any
 
 import numpy as np
 
@@ -16,33 +19,40 @@ from mcore_reshard.kernels.copies.copy_table import Ints
 from mcore_reshard.kernels.copies.peer_table import joined_transfers
 from mcore_reshard.planner.plan.schedule import Schedule
 
-MOST_WAVES = 64
-# A wave costs some microseconds between two kernels, and the first one lands while nothing is pushed. So the best number goes
-# with the square root of the bytes; 61 GB in 64 waves took three H100s 176.7 ms, in 32 178.0, in 16 181.6.
-_BYTES = 15_000_000
+MOST_WAVES = 256
+# Each wave takes some time of its own, and each replica begins a wave after the one before it. So the best number goes with the
+# square root of the bytes.
+_BYTES = 1_650_000
 
 
 def waves_for(nbytes: int) -> int:
-    """The number of waves of a replica that gets so many bytes, from the trainer and from other replicas."""
+    """The number of waves of a replica that gets so many bytes."""
     return max(1, min(MOST_WAVES, isqrt(nbytes // _BYTES)))
 
 
-def landing_waves(plain: Schedule, waves: int) -> Ints:
-    """The wave of each transfer that a replica pulls from where it lies, as `joined_transfers` has them; of equal size."""
-    landed = joined_transfers(plain.tables)
-    middle = np.cumsum(landed.nbytes) - landed.nbytes // 2
-    return np.minimum(
-        waves * middle // max(1, int(landed.nbytes.sum())), waves - 1
-    )  # the last may be of one byte, or none
+def waves_of(parts: Sequence[Schedule], counts: Mapping[int, int]) -> list[Ints]:
+    """The wave of each transfer of the parts, as `joined_transfers` has them: with each peer so many, of equal size.
 
-
-def pushing_waves(plain: Schedule, landing: Ints, waves: int, cast: Schedule, rounds: Ints, sends: Schedule) -> Ints:
-    """The wave of each transfer of `sends`, which all are of `plain`, or of `cast`, which lands afterwards.
-
-    Waves are those of `landing`, `waves` in number, and go on with the `rounds` of what is cast: one of each transfer.
+    The first part goes first. Both ends of a pair cut it alike.
     """
-    of_place = dict(zip(_places(plain), landing.tolist(), strict=True))
-    of_place.update(zip(_places(cast), (waves + rounds).tolist(), strict=True))
+    tables = [joined_transfers(part.tables) for part in parts]
+    peer = np.concatenate([table.peer for table in tables])
+    nbytes = np.concatenate([table.nbytes for table in tables])
+    wave = np.zeros(len(peer), np.int64)
+    for rank, count in counts.items():
+        rows = np.flatnonzero(peer == rank)
+        middle = np.cumsum(nbytes[rows]) - nbytes[rows] // 2
+        wave[rows] = np.minimum(
+            count * middle // max(1, int(nbytes[rows].sum())), count - 1
+        )  # the last may be of one byte, or none
+    return np.split(wave, np.cumsum([len(table) for table in tables])[:-1])
+
+
+def passing_waves(parts: Sequence[Schedule], waves: Sequence[Ints], sends: Schedule) -> Ints:
+    """The wave of each transfer of `sends`: that in which the same bytes land here, as transfers of the parts."""
+    of_place: dict[tuple[str, int, int], int] = {}
+    for part, wave in zip(parts, waves, strict=True):
+        of_place.update(zip(_places(part), wave.tolist(), strict=True))
     return np.array([of_place[place] for place in _places(sends)], np.int64)
 
 
@@ -52,3 +62,16 @@ def _places(schedule: Schedule) -> list[tuple[str, int, int]]:
     names = [local.name for local in schedule.tensors]
     columns = (table.tensor.tolist(), table.offset.tolist(), table.nbytes.tolist())
     return [(names[tensor], offset, nbytes) for tensor, offset, nbytes in zip(*columns, strict=True)]
+
+
+def told_waves(wave: Ints) -> list[list[int]]:
+    """The waves of transfers as one rank tells another: [0, 0, 1] -> [[0, 2], [1, 1]]."""
+    return [[number, len([*equal])] for number, equal in groupby(wave.tolist())]
+
+
+def parse_waves(said: Any, transfers: int, count: int) -> Ints:
+    """What `told_waves` says of so many transfers. ValueError where it is not of all, or of waves that are not below `count`."""
+    wave, times = np.array(said, np.int64).reshape(-1, 2).T
+    if times.sum() != transfers or (times < 1).any() or ((wave < 0) | (wave >= count)).any():
+        raise ValueError(f"waves of {times.sum()} transfers from {min(wave, default=0)} on, not {count} of {transfers}")
+    return np.asarray(wave.repeat(times), np.int64)
