@@ -156,9 +156,8 @@ class _PlainWaves:
     ) -> None:
         own, rank = gpu_of(device), bound.schedule.rank
         far = [peer for peer, of_peer in sorted(gpus.items()) if own not in of_peer]
-        helps = has_engine(options) and all(
-            map(is_plain, bound.tensors)
-        )  # in virtual memory a row may cross allocations
+        # In virtual memory a row may go through several allocations.
+        helps = has_engine(options) and all(map(is_plain, bound.tensors))
         # To one after the other in each wave: ranks that push to the same ones begin with another one each.
         turns = {peer: (number - rank) % len(far) for number, peer in enumerate(far)} if helps else {}
         own_gpu = not far
