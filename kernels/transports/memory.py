@@ -129,8 +129,8 @@ def session_memory(
         by_transport["gloo"] = _each(ranks, lambda rank: RankMemory(scratch=_gloo_scratch(rank, options)))
     if "auto" in transports and topology is not None:
         joined, shared = joined_hops(plan, topology, "auto"), shared_gpus(plan, topology, "auto")
-        domains = {domain for world in worlds for domain in topology.domains(world).tolist()}
-        chains = {} if options.checksums or len(domains) > 1 else _chains(ranks)
+        all_domains = {domain for world in worlds for domain in topology.domains(world).tolist()}
+        chains = {} if options.checksums or len(all_domains) > 1 else _chains(ranks)
         if chains:
             by_transport["auto"] = _chained(plan, chains, options, _Gpus.of(pulled, topology))
         else:

@@ -52,13 +52,13 @@ def relays_of(plan: Plan, gen_rank: int) -> tuple[Relay, ...]:
 
 
 def has_chain(plan: Plan) -> bool:
-    """Whether replicas can be a chain: they pass on in one hop, and hold the same parts, each rank those of one in each replica."""
+    """Whether replicas can be a chain: in one domain of NVLink, they pass on in one hop, and all hold the same parts."""
     step = replica_ranks(plan.gen)
-    if len(plan.later_hops) != 1 or step == plan.gen.world:
+    if len(plan.later_hops) != 1 or step == plan.gen.world or plan.spans_hosts:
         return False
     grids = [plan.rank_grids[number] for number in {transfers.dst for transfers in plan.transfer_groups}]
     parts = [{*part} for grid in grids for part in grid.tolist()]
-    return all(rank < step or rank - step in part for part in parts for rank in part)
+    return all(other in part for part in parts for rank in part for other in range(rank % step, plan.gen.world, step))
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,17 +77,17 @@ def end_of_chain(signals: Any, bound: Any, passes: Any) -> Any:
     from mcore_reshard.kernels.transports.direct.peer_signals import PeerSignals
 
     if passes is None:
-        telling = chain._Telling(signals, dict.fromkeys(signals.peers, WAVES), None)
-        return end_of(
-            chain.ChainSource, signals, count=WAVES, pushes=pushes_of(signals, {*signals.peers}), telling=telling
-        )
+        pushes = pushes_of(signals, {*signals.peers})
+        telling = chain._Telling(signals, dict.fromkeys(signals.peers, WAVES), pushes.patience, None)
+        return end_of(chain.ChainSource, signals, count=WAVES, pushes=pushes, telling=telling)
     ends = [SimpleNamespace(schedule=end, rank_name=end.name, nbytes=1) for end in (passes.sends, passes.receives)]
     store = signals.store.under("replicas")
     behind, before = connect_together([partial(PeerSignals, store, end, 10.0) for end in ends], None)  # type: ignore
     sources = before if before.peers else signals
-    end = end_of(chain.Replica, (before, behind), sources=sources, count=WAVES, gets=bound)
+    end = end_of(chain.Replica, (before, behind), count=WAVES, gets=bound)
     end._pushes = pushes_of(behind, {*behind.peers}) if behind.peers else None
-    end._telling = chain._Telling(behind, dict.fromkeys(behind.peers, WAVES), None)
+    patience = end._pushes.patience if end._pushes else {}
+    end._telling = chain._Telling(behind, dict.fromkeys(behind.peers, WAVES), patience, None)
     end._target = target_of(sources, {*sources.peers})
     return end
 
@@ -96,14 +96,14 @@ def pushes_of(signals: Any, peers: Any) -> Any:
     from mcore_reshard.kernels.transports.direct import pushes
 
     end = end_of(pushes.Pushes, signals)
-    end.peers = peers
+    end.peers, end.patience = peers, {}
     return end
 
 
 def target_of(signals: Any, peers: Any) -> Any:
     from mcore_reshard.kernels.transports.direct import pushes
 
-    return end_of(pushes.Target, signals, run=0, left=set(), peers=peers)
+    return end_of(pushes.Target, signals, run=0, left=set(), peers=peers, is_overdue=False)
 
 
 def end_and_signals(number: int, address: str, plan: Plan, sleeping: frozenset[int] = frozenset()) -> tuple[Any, Any]:
@@ -208,6 +208,72 @@ def test_a_replica_that_fails_closes_when_it_is_written_no_more(writer_fails: bo
     plan = Case("tiny-qwen3", "tp=1", "dp=3").plan()
     said = values(run_ranks(4, fail_while_written, plan, writer_fails, timeout_s=60.0))
     assert said == ["", "", "no more writes", ""]
+
+
+def fail_before_the_trainer_is_ready(number: int, address: str, plan: Plan) -> int:
+    """gen:2 fails while the trainer is late. Returns how many waves a rank has pushed, or of gen:2 what counts as written."""
+    from mcore_reshard.kernels.errors import TransferError
+
+    signals, end = end_and_signals(number, address, plan)
+    pushed = []
+    if number == 0:
+        end._settling.wait = lambda events: time.sleep(2.0)
+    if number == 3:
+        end._target.hear = MagicMock(side_effect=OSError("on fire"))
+    else:
+        end._pushes._plain = SimpleNamespace(launch=lambda wave, stream: pushed.append(wave))
+    try:
+        end.run(1)
+    except (OSError, TransferError):
+        end.end_writes()
+    signals.close()
+    signals.store.set(f"over/{number}", "")
+    signals.store.wait([f"over/{other}" for other in range(4)])
+    return end.written_bytes if number == 3 else len(pushed)
+
+
+def test_nobody_writes_to_a_replica_that_has_left_before_the_trainer_is_ready() -> None:
+    plan = Case("tiny-qwen3", "tp=1", "dp=3").plan()
+    *_, before, last = values(run_ranks(4, fail_before_the_trainer_is_ready, plan, timeout_s=60.0))
+    assert (before, last) == (0, 0)
+
+
+def stall_between_waves(number: int, address: str, plan: Plan) -> tuple[int, str]:
+    """The trainer is late with a wave, for longer than gen:1 waits. Returns (waves pushed by a rank, what it says)."""
+    from mcore_reshard.kernels.errors import TransferError
+
+    signals, end = end_and_signals(number, address, plan)
+    from mcore_reshard.kernels.transports.direct import pushes
+
+    pushes.CLOSE_S = 2.0  # of this process
+    launched, said = [], ""
+
+    def launch(wave: int, stream: Any) -> None:
+        if number == 0 and wave == 1:
+            time.sleep(3.0)
+        launched.append(wave)
+
+    if number < 3:
+        end._pushes._plain = SimpleNamespace(launch=launch)
+    if number == 2:  # gen:1 waits a second for gen:0
+        before, _ = end._signals
+        before.timeout_s = before._group.timeout_s = 1.0
+    try:
+        end.run(1)
+    except (OSError, TransferError) as error:
+        said = f"{error}"
+        end.end_writes()
+    signals.close()
+    signals.store.set(f"over/{number}", "")
+    signals.store.wait([f"over/{other}" for other in range(4)])
+    return len(launched), said
+
+
+def test_who_waits_no_more_for_a_wave_is_not_written() -> None:
+    plan = Case("tiny-qwen3", "tp=1", "dp=3").plan()
+    _, first, second, _ = values(run_ranks(4, stall_between_waves, plan, timeout_s=60.0))
+    assert first[0] == 1 and ("it gave up 2 s before this wave" in first[1] or "closed" in first[1]), first
+    assert second[0] == 1 and "nothing within 1 s" in second[1], second
 
 
 def written_by_others(number: int, address: str, plan: Plan) -> int:

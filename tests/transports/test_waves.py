@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -20,7 +21,8 @@ from mcore_reshard.kernels.transports.direct.waves import (
     waves_for,
     waves_of,
 )
-from mcore_reshard.planner.plan.make_schedule import schedule_of
+from mcore_reshard.kernels.transports.peer_access import _pairs_to_read
+from mcore_reshard.planner.plan.make_schedule import has_chain, schedule_of
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.schedule import Chain, World
 
@@ -107,6 +109,37 @@ def test_where_experts_are_parallel_over_all_ranks_there_is_no_chain() -> None:
     plan = Case("tiny-qwen3-moe", "tp=1", "tp=2,dp=2,ep=4").plan()
     view = schedule_of(plan, "gen", 0).view
     assert plan.later_hops and view is not None and view.chain() is None
+
+
+@pytest.mark.parametrize(
+    ("train", "gen", "hosts"),
+    [
+        ("dp=2", "dp=4", "train=a*1+b*1,gen=a*2@1+b*2@1"),
+        ("dp=4", "dp=6", "train=a*2+b*2,gen=a*3@2+b*3@2"),
+        ("dp=2", "dp=3", "train=a*1+b*1,gen=a*2@1+b*1@1"),
+        ("tp=1", "dp=4", "train=a*1,gen=a*2@1+b*2"),
+    ],
+)
+def test_between_hosts_there_is_no_chain(train: str, gen: str, hosts: str) -> None:
+    """Its pairs would count among those that pass on within hosts."""
+    plan = Case("tiny-qwen3", train, gen, machine="h200-8,gpus=8", hosts=hosts).plan()
+    assert len(plan.later_hops) == 1 and not has_chain(plan)
+    domains = plan.topology.domains("gen")  # type: ignore[union-attr]
+    for rank in range(plan.gen.world):
+        pairs = [pair for pair in _pairs_to_read(schedule_of(plan, "gen", rank)) if pair.hop]
+        assert all(domains[pair.src] == domains[rank] for pair in pairs)
+
+
+def test_a_plan_some_of_which_the_first_replica_holds_alone_has_no_chain() -> None:
+    plan = ONE_TO_THREE.plan()
+    assert has_chain(plan)
+    first = replace(plan.transfer_groups[0], dst=len(plan.rank_grids))
+    alone = replace(
+        plan,
+        rank_grids=(*plan.rank_grids, np.array([[0]], np.int32)),
+        transfer_groups=(first, *plan.transfer_groups[1:]),
+    )
+    assert not has_chain(alone)
 
 
 def test_waves_are_of_about_equal_size() -> None:

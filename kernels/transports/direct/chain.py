@@ -10,8 +10,9 @@ would need turns there: in phases of 2 ms, kept by words between the GPUs, they 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from queue import SimpleQueue
@@ -24,6 +25,7 @@ from mcore_reshard.kernels.copies.copy_table import Ints
 from mcore_reshard.kernels.copies.peer_table import joined_transfers
 from mcore_reshard.kernels.copies.read_back import Executed
 from mcore_reshard.kernels.cuda.streams import in_callers_context
+from mcore_reshard.kernels.errors import DeadlineError
 from mcore_reshard.kernels.rendezvous.polling import EventPoller
 from mcore_reshard.kernels.rendezvous.store_keys import FailFastStore
 from mcore_reshard.kernels.transports.base import close_all, connect_together
@@ -53,7 +55,7 @@ class ChainSource:
         self._count = max(counts.values(), default=0)
         parts = parted(bound.schedule)
         self._pushes = Pushes(bound, parts, waves_of(parts, counts), signals, kept, options)
-        self._telling = _Telling(signals, counts, bound.device)
+        self._telling = _Telling(signals, counts, self._pushes.patience, bound.device)
         self.bound, self.executed = (bound,), self._pushes.executed
         self.table_bytes = self._pushes.table_bytes
 
@@ -61,6 +63,7 @@ class ChainSource:
         settled = torch.cuda.current_stream(self._device).record_event()
         self._pushes.prepare(settled)
         self._settling.wait(dict.fromkeys(self._signals.peers, settled))
+        self._signals.tell(run, Signal.READY)
         self._pushes.begin(run)
         with self._telling.of(run) as pushed:
             self._pushes.launch(range(self._count), pushed)
@@ -95,9 +98,9 @@ class Replica:
             )
             opened.callback(close_all, [behind, before])
             is_first = not before.peers
-            gets, self._sources = (bound, signals) if is_first else (receives, before)
+            gets, sources = (bound, signals) if is_first else (receives, before)
             parts = parted(with_other_end(gets.schedule))
-            self._target = Target(gets, parts, self._sources, kept)  # first, as others wait for its memory
+            self._target = Target(gets, parts, sources, kept)  # first, as others wait for its memory
             if is_first:
                 self._count = waves_for(gets.nbytes)
                 signals.publish(self._count, prefix=_WAVES)
@@ -112,7 +115,8 @@ class Replica:
                 self._pushes = Pushes(sends, both, [passed, passed[:0]], behind, kept, options)
             opened.pop_all()
         self._signals, self._gets = (before, behind), gets
-        self._telling = _Telling(behind, dict.fromkeys(behind.peers, self._count), bound.device)
+        patience = {} if self._pushes is None else self._pushes.patience
+        self._telling = _Telling(behind, dict.fromkeys(behind.peers, self._count), patience, bound.device)
         self.written_bytes = 0  # all, once others may write: nobody says how far they are
         self.bound = (bound, sends, receives)
         self.executed: tuple[Executed, ...] = self._target.executed
@@ -124,13 +128,15 @@ class Replica:
     def run(self, run: int) -> None:
         self.written_bytes = 0
         self._target.settle()
+        self._target.hear(run, Signal.READY)  # before, nobody has anything to write
         self._target.await_settled()
         self.written_bytes = self._gets.nbytes
         self._target.admit(run)
         if self._pushes is None:
-            for _ in self._landed(run):
-                pass
+            for wave in range(self._count):
+                self._target.hear(run, wave)
         else:
+            self._signals[1].tell(run, Signal.READY)
             self._pushes.begin(run)
             with self._telling.of(run) as pushed:
                 self._pushes.launch(self._landed(run), pushed)
@@ -139,9 +145,10 @@ class Replica:
         self._target.end(run)
 
     def _landed(self, run: int) -> Iterator[int]:
-        """Each wave, once it has landed here."""
+        """Each wave, once it has landed here. Raises where the one behind awaits it no more."""
         for wave in range(self._count):
-            self._sources.hear(run, wave)
+            self._target.hear(run, wave)
+            self._telling.check()
             yield wave
 
     def end_writes(self) -> None:
@@ -155,10 +162,21 @@ class Replica:
 
 
 class _Telling:
-    """Tells peers, from a thread of its own, which waves have been pushed to them: each of the first `counts`."""
+    """Tells peers, from a thread of its own, which waves have been pushed to them: each of the first `counts`.
 
-    def __init__(self, signals: PeerSignals, counts: dict[int, int], device: torch.device | None) -> None:
-        self._signals, self._counts, self._device = signals, counts, device
+    `patience` [seconds] is for how long each of them waits for a wave.
+    """
+
+    def __init__(
+        self,
+        signals: PeerSignals,
+        counts: Mapping[int, int],
+        patience: Mapping[int, float],
+        device: torch.device | None,
+    ) -> None:
+        self._signals, self._counts, self._patience, self._device = signals, counts, patience, device
+        self._told: Future[None] | None = None
+        self._last = 0.0  # when the peers heard of a wave, by `time.monotonic`
         self._stopped = False
         self._poller = EventPoller(signals.timeout_s)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="waves")
@@ -167,8 +185,8 @@ class _Telling:
     def of(self, run: int) -> Iterator[Pushed]:
         """What is to be called for each wave that is queued. Ends when everything is told."""
         queued: SimpleQueue[Sequence[torch.cuda.Event] | None] = SimpleQueue()  # None: there are no more
-        self._stopped = False
-        told = self._thread.submit(in_callers_context(partial(self._tell, run, queued), self._device))
+        self._stopped, self._last = False, time.monotonic()
+        told = self._told = self._thread.submit(in_callers_context(partial(self._tell, run, queued), self._device))
         try:
             yield queued.put
         except BaseException:
@@ -179,20 +197,34 @@ class _Telling:
             wait([told])
         told.result()
 
+    def check(self) -> None:
+        """Raise an error where a peer has left, or has waited too long for the next wave: nothing may be pushed to it then."""
+        if self._told is not None and self._told.done():
+            self._told.result()
+        waited_s = time.monotonic() - self._last
+        for peer, patience_s in self._patience.items():
+            if waited_s > patience_s:
+                raise DeadlineError(
+                    self._signals.peers[peer], f"it gave up {waited_s - patience_s:.0f} s before this wave"
+                )
+
     def _tell(self, run: int, queued: SimpleQueue[Sequence[torch.cuda.Event] | None]) -> None:
         wave = 0
         while (events := queued.get()) is not None and self._have_happened(events):
             self._signals.tell(run, wave, [peer for peer, count in self._counts.items() if wave < count])
+            self._last = time.monotonic()
             wave += 1
 
     def _have_happened(self, events: Sequence[torch.cuda.Event]) -> bool:
-        """Wait for them. False: they do not happen; who queued them waits for them, too, and raises what is wrong."""
+        """Wait for them. False: the rank has failed, or its GPU; who queued them raises that."""
         try:
-            return (
-                self._poller.until(lambda: self._stopped or all(each.query() for each in events)) and not self._stopped
-            )
+            in_time = self._poller.until(lambda: self._stopped or all(each.query() for each in events))
         except RuntimeError:  # of the GPU
             return False
+        if not in_time:
+            late = next(iter(self._signals.peers.values()))
+            raise DeadlineError(late, f"a wave was not pushed within {self._signals.timeout_s:g} s")
+        return not self._stopped
 
     def close(self) -> None:
         self._stopped = True

@@ -28,7 +28,7 @@ _MESSAGE = struct.Struct("<qqq")  # run, signal, until when its sender waits by 
 
 
 class Signal(IntEnum):
-    """A message to a peer. Numbers from 0 mean that this round of casts may be read, or has been queued."""
+    """A message to a peer. Numbers from 0: this round of casts may be read, or has been queued; this wave has been pushed."""
 
     READY = -1  # a source, and who is written: all that it had queued is done
     STARTED = -2  # a reader: its pull is queued, and the event after it recorded

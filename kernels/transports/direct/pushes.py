@@ -70,6 +70,7 @@ class Pushes:
         # A single stream for the copy engine, which of several would take one to its end before it goes on with others.
         self._stream, self._engine_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._pushed = torch.cuda.Event()
+        self.patience: dict[int, float] = {}  # seconds: for how long each of them waited when the last run began
         self._mappings = kept.mappings(device)
         self._pushing = EventWait(signals, "the push")
         plain, cast = (bound.rows(part) for part in parts)
@@ -109,7 +110,8 @@ class Pushes:
 
     def begin(self, run: int) -> None:
         """Wait until all who are written are ready. Raises an error where one of them has given up meanwhile, or left."""
-        for peer, left_s in self._signals.hear(run, Signal.READY, self.peers).items():
+        self.patience.update(self._signals.hear(run, Signal.READY, self.peers))
+        for peer, left_s in self.patience.items():
             if left_s < 0:
                 raise DeadlineError(self._signals.peers[peer], f"it gave up {-left_s:.0f} s before others were ready")
         self._signals.check_here(self.peers)
@@ -250,6 +252,7 @@ class Target:
         self._settling = EventWait(signals, "what was queued before the refit")
         self._settled = torch.cuda.Event()
         self._run, self._left = 0, set[int]()  # the last run, and who may write here still
+        self._is_overdue = False  # a wait was: then gloo has closed its connection, and the writer may not know it yet
         share_memory(signals, kept, bound.by_name, prefix=prefix)
         self.executed = tuple(Executed(bound.rows(part), exposed=part) for part in parts)
 
@@ -266,15 +269,29 @@ class Target:
         self._run, self._left = run, {*self._peers}
         self._signals.tell(run, Signal.READY, self._peers)
 
+    def hear(self, run: int, signal: int) -> None:
+        """Wait until all who write here have sent `signal`."""
+        for peer in self._peers:
+            self._hear(run, signal, peer)
+
     def end(self, run: int) -> None:
         """Wait until others have written everything."""
         for peer in self._peers:
-            self._signals.hear(run, Signal.DONE, [peer])
+            self._hear(run, Signal.DONE, peer)
             self._left.discard(peer)
+
+    def _hear(self, run: int, signal: int, peer: int) -> None:
+        try:
+            self._signals.hear(run, signal, [peer])
+        except DeadlineError:
+            self._is_overdue = True
+            raise
 
     def close(self) -> None:
         """Returns once this rank is written no more. After a failure it waits CLOSE_S at most."""
         deadline = time.monotonic() + CLOSE_S
+        if self._left and self._is_overdue:
+            time.sleep(CLOSE_S)
         while self._left:  # each says that it is done, or closes the connection when it is
             with suppress(TransferError):
                 peer = self._left.pop()
