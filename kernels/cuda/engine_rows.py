@@ -17,7 +17,7 @@ from mcore_reshard.kernels.copies.copy_table import Ints
 from .tiles import cut_tiles
 
 ENGINE_SHARE = 0.97  # of the link's time: the kernel does its part meanwhile, and ends first
-# In place of that where a rank pushes: a kernel, beside an engine, takes more of the link than it moves.
+# In place of that where ranks push along a chain: there a kernel costs an engine more than it moves.
 ALL_ROWS = 1e6
 # A row takes an engine some time more than its bytes: these are the bytes of that time. Measured on H200s: over one stream
 # 19,400 rows of 3.1 MB took 168 ms for 156 ms of bytes, and 17,800 rows of 1.6 MB took 91 ms for 72 ms. Over four streams the

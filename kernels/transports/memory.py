@@ -297,11 +297,11 @@ def _chained(plan: Plan, chains: _Chains, options: Options, gpus: _Gpus) -> _Cou
     waves = {rank: waves_for(int(nbytes)) for rank, nbytes in enumerate(plan.recv_bytes.tolist())}
     counted: _Counted = {"train": {}, "gen": {}}
     for rank, chain in chains["train"].items():
-        tables = _push_bytes(parted(chain.pulls), waves, gpus.train[rank], gpus)
-        counted["train"][rank] = replace(_of_trainer(chain.pulls, options), tables=tables)
+        tables = _push_bytes(parted(chain.from_trainer), waves, gpus.train[rank], gpus)
+        counted["train"][rank] = replace(_of_trainer(chain.from_trainer, options), tables=tables)
     for rank, chain in chains["gen"].items():
-        assert chain.passes is not None
-        sends = chain.passes.sends
+        assert chain.among_replicas is not None
+        sends = chain.among_replicas.sends
         tables = _push_bytes((sends, sends.with_peers(())), waves, gpus.gen[rank], gpus)
         counted["gen"][rank] = RankMemory(tables=tables)
     return counted

@@ -141,8 +141,8 @@ def _pairs_to_read(schedule: Schedule) -> list[RankPair]:
     if relays and view is not None:
         sources |= view.unrelayed().peers
     hops = [sources, *(relay.receives.peers for relay in relays)]
-    if relays and view is not None and (chain := view.chain()) is not None and chain.passes is not None:
-        hops[1] |= chain.passes.receives.peers
+    if relays and view is not None and (chain := view.chain()) is not None and chain.among_replicas is not None:
+        hops[1] |= chain.among_replicas.receives.peers
     return [RankPair(src, schedule.rank, hop) for hop, of_hop in enumerate(hops) for src in sorted(of_hop)]
 
 

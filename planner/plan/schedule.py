@@ -192,8 +192,8 @@ class Chain:
     train:0 -> gen:0 -> gen:1 -> gen:2
     """
 
-    pulls: Schedule  # from the trainer to the first replica
-    passes: Relay | None  # from the replica before, to the one behind; None: a training rank
+    from_trainer: Schedule  # to the first replica
+    among_replicas: Relay | None  # from the replica before, to the one behind; None: a training rank
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,11 +119,11 @@ def end_and_signals(number: int, address: str, plan: Plan, sleeping: frozenset[i
     world, rank = ("train", number) if number < plan.train.world else ("gen", number - plan.train.world)
     schedule = schedule_of(plan, world, rank)  # type: ignore[arg-type]
     chain = schedule.view.chain() if schedule.view is not None else None
-    schedule = schedule if chain is None else chain.pulls
+    schedule = schedule if chain is None else chain.from_trainer
     bound: Any = SimpleNamespace(schedule=schedule, rank_name=schedule.name, nbytes=1)
     signals = PeerSignals(store_of(address).under("direct"), bound, 10.0)
     if chain is not None:
-        return signals, end_of_chain(signals, bound, chain.passes)
+        return signals, end_of_chain(signals, bound, chain.among_replicas)
     cast = parted(schedule)[1].peers
     written = cast - sleeping if world == "train" else frozenset() if rank in sleeping else cast
     slots = Slots(signals, {*cast - written}, sends=world == "train")

@@ -63,18 +63,18 @@ def touched(table: PeerTable, names: list[str], here: End) -> list[list[Bytes]]:
 def passed_and_landed(plan: Plan) -> tuple[Ints, Ints]:
     """(the wave of each transfer that gen:0 passes on, the wave in which the last of its bytes is pushed to gen:0)."""
     chain = chain_of(plan, "gen", 0)
-    assert chain.passes is not None
-    sends, parts = chain.passes.sends, parted(chain.pulls)
+    assert chain.among_replicas is not None
+    sends, parts = chain.among_replicas.sends, parted(chain.from_trainer)
     landed = {local.name: np.full(8 * prod(local.shape), WAVES) for local in sends.tensors}  # of each byte: the wave
-    for rank in sorted(chain.pulls.peers):
-        pushed = parted(chain_of(plan, "train", rank).pulls)
+    for rank in sorted(chain.from_trainer.peers):
+        pushed = parted(chain_of(plan, "train", rank).from_trainer)
         for part, wave in zip(pushed, waves_of(pushed, {0: WAVES, 1: WAVES}), strict=True):
             table = peer_table(part)
             names = [*(local.name for local in part.tensors), *(each.tensor for each in table.theirs)]
             for transfer, peer, rows in zip(table.transfer, table.peer, touched(table, names, "dst"), strict=True):
                 for tensor, start, end in rows if peer == 0 else ():
                     landed[tensor][start:end] = wave[transfer]
-    passing = passing_waves(parts, waves_of(parts, dict.fromkeys(chain.pulls.peers, WAVES)), sends)
+    passing = passing_waves(parts, waves_of(parts, dict.fromkeys(chain.from_trainer.peers, WAVES)), sends)
     table, last = peer_table(sends), np.zeros_like(passing)
     names = [local.name for local in sends.tensors]
     for transfer, rows in zip(table.transfer.tolist(), touched(table, names, "src"), strict=True):
@@ -94,7 +94,7 @@ def test_a_replica_passes_on_in_the_order_in_which_the_next_one_gets(case: Case)
     plan = case.plan()
     step = plan.gen.tp * plan.gen.pp
     for rank in range(plan.gen.world - step):
-        before, behind = (chain_of(plan, "gen", each).passes for each in (rank, rank + step))
+        before, behind = (chain_of(plan, "gen", each).among_replicas for each in (rank, rank + step))
         assert before is not None and behind is not None
         sent, got = (joined_transfers(end.tables) for end in (before.sends, behind.receives))
         for column in ("nbytes", "transfer_group", "member", "offset"):
@@ -102,7 +102,7 @@ def test_a_replica_passes_on_in_the_order_in_which_the_next_one_gets(case: Case)
 
 
 def test_some_are_cast_by_two_trainers() -> None:
-    assert len(parted(chain_of(SOME_CAST.plan(), "gen", 0).pulls)[1].peers) == 2
+    assert len(parted(chain_of(SOME_CAST.plan(), "gen", 0).from_trainer)[1].peers) == 2
 
 
 def test_where_experts_are_parallel_over_all_ranks_there_is_no_chain() -> None:
@@ -144,10 +144,10 @@ def test_a_plan_some_of_which_the_first_replica_holds_alone_has_no_chain() -> No
 
 def test_waves_are_of_about_equal_size() -> None:
     chain = chain_of(Case("qwen3-30b-a3b", "tp=1", "dp=3").plan(), "gen", 0)
-    parts = parted(chain.pulls)
+    parts = parted(chain.from_trainer)
     waves = waves_of(parts, {0: 32})
-    assert chain.passes is not None
-    sends = chain.passes.sends
+    assert chain.among_replicas is not None
+    sends = chain.among_replicas.sends
     for transfers, wave in ((parts[0], waves[0]), (sends, passing_waves(parts, waves, sends))):
         nbytes = np.bincount(wave, joined_transfers(transfers.tables).nbytes, minlength=32)
         assert (abs(nbytes - nbytes.mean()) < 0.02 * nbytes.mean()).all()

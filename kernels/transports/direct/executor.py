@@ -30,9 +30,9 @@ from .pull import DirectOptions
 class DirectExecutor:
     """One rank's end of the direct transport. Constructed on all ranks at the same time; `store` is its own.
 
-    With a `chain` ranks push from one to the next, see `chain`. `kept` has what earlier
-    executors of this rank have exported and mapped; without it this one closes what it maps. Raises `TransportUnavailable`
-    where memory cannot be exported or mapped. Tensors of ranks that are read or written must outlive the others' `close`.
+    With a `chain` each rank pushes to the next. `kept` has what earlier executors of this rank have exported and mapped;
+    without it this one closes what it maps. Raises `TransportUnavailable` where memory cannot be exported or mapped. Tensors
+    of ranks that are read or written must outlive the others' `close`.
     """
 
     name = "direct"
@@ -49,7 +49,7 @@ class DirectExecutor:
         chain: Chain | None = None,
     ) -> None:
         if chain is not None:
-            bound = bound.part(chain.pulls)
+            bound = bound.part(chain.from_trainer)
         self._bound = bound
         self._own_kept = Kept() if kept is None else None
         kept = self._own_kept or kept
@@ -59,8 +59,8 @@ class DirectExecutor:
         self._signals = PeerSignals(store, bound, timeout_s)
         self._end: Source | Reader | ChainSource | Replica
         try:
-            if chain is not None and chain.passes is not None:
-                self._end = Replica(bound, chain.passes, self._signals, options, kept)
+            if chain is not None and chain.among_replicas is not None:
+                self._end = Replica(bound, chain.among_replicas, self._signals, options, kept)
             elif chain is not None:
                 self._end = ChainSource(bound, self._signals, options, kept)
             elif bound.schedule.world == "train":
