@@ -29,7 +29,7 @@ def pair_bytes(plan: Plan) -> PairBytes:
     first, later = np.zeros((train, gen), np.int64), np.zeros((gen, gen), np.int64)
     for hop, traffic in enumerate(traffic_of(plan)):
         if len(traffic.src):
-            nbytes = np.add.reduceat(traffic.shape_bytes[traffic.shape], traffic.first[:-1])
+            nbytes = traffic.pair_bytes
             matrix, src = (later, traffic.src - train) if hop else (first, traffic.src)
             np.add.at(matrix, (src, traffic.dst - train), nbytes)
     return PairBytes(first, later if later.any() else None)

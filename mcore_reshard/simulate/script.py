@@ -193,7 +193,7 @@ def _chained(plan: Plan) -> Iterator[_Part]:
     whole, *_ = traffic_of(replace(plan, straight=True))
     first, step = plan.train.world, replica_ranks(plan.gen)
     pulls = whole.of_pairs(np.flatnonzero(whole.dst < first + step))
-    nbytes = np.add.reduceat(pulls.shape_bytes[pulls.shape], pulls.first[:-1])
+    nbytes = pulls.pair_bytes
     ends, of_end = np.unique(np.stack([pulls.dst, pulls.stage]), axis=1, return_inverse=True)
     passed = np.zeros(ends.shape[1], np.int64)
     np.add.at(passed, of_end.reshape(-1), nbytes)
@@ -245,7 +245,7 @@ def _buckets(traffic: Traffic, kind: Kind, bucket_bytes: int, segment_bytes: int
     """The buckets that `cut_buckets` makes of the same transfers; direct has one for each pair of ranks in a stage."""
     ends = traffic.src, traffic.dst, traffic.stage, np.full(len(traffic.src), traffic.hop)
     if kind == "direct":
-        nbytes = np.add.reduceat(traffic.shape_bytes[traffic.shape], traffic.first[:-1])
+        nbytes = traffic.pair_bytes
         own = np.arange(len(nbytes) + 1)
         return PairBuckets(*ends, own[:-1], own, nbytes)
     segment_bytes = segment_bytes or bucket_bytes

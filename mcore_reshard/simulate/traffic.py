@@ -52,6 +52,11 @@ class Traffic:
         """Bytes of each shape on the wire."""
         return np.array([prod(shape.extents) * shape.itemsize for shape in self.shapes], np.int64)
 
+    @property
+    def pair_bytes(self) -> Ints:
+        """[pairs]: bytes of all transfers of each, on the wire."""
+        return np.asarray(np.add.reduceat(self.shape_bytes[self.shape], self.first[:-1]), np.int64)
+
     def of_pairs(self, chosen: Ints) -> Traffic:
         """The transfers of the chosen pairs, in that order."""
         counts = np.diff(self.first)[chosen]
