@@ -251,8 +251,8 @@ def _direct(
 ) -> _Counted:
     """`schedules` has the hops of each rank that is counted.
 
-    Replicas pull from each other what they pass on. Engine ranks are taken to be such that training ranks can
-    write what they cast straight into their memory; those whose memory cannot be mapped make trainers hold slots, too.
+    Replicas pull from each other what they pass on. Engine ranks are taken to be such that training ranks can write what they
+    cast straight into their memory; those whose memory cannot be mapped make trainers hold slots, too.
     """
     slotted = {  # of each engine rank: whether it pulls what is cast out of slots
         rank: has_slots(first, checksums=options.checksums, by_engine=_is_read_from_one_gpu(first, options, gpus))

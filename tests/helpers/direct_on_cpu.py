@@ -294,7 +294,7 @@ def _described(end: Any) -> str:
     if name == "Reader":
         copies = [end._copies]
     else:
-        copies = [*end._pushes._plain._waves.values()] if name in ("ChainSource", "Replica") and end._pushes else []
+        copies = [*end._pushes._plain.values()] if name in ("ChainSource", "Replica") and end._pushes else []
     if any(each._engine is not None for each in copies):
         name += " with an engine"
     return f"{name} that is written" if name.startswith("Reader") and end._target is not None else name

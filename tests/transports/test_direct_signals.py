@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -77,8 +78,8 @@ def end_of_chain(signals: Any, bound: Any, passes: Any) -> Any:
     from mcore_reshard.kernels.transports.direct.peer_signals import PeerSignals
 
     if passes is None:
+        telling = chain._Telling(signals, dict.fromkeys(signals.peers, WAVES), None)
         pushes = pushes_of(signals, {*signals.peers})
-        telling = chain._Telling(signals, dict.fromkeys(signals.peers, WAVES), pushes.patience, None)
         return end_of(chain.ChainSource, signals, count=WAVES, pushes=pushes, telling=telling)
     ends = [SimpleNamespace(schedule=end, rank_name=end.name, nbytes=1) for end in (passes.sends, passes.receives)]
     store = signals.store.under("replicas")
@@ -86,17 +87,21 @@ def end_of_chain(signals: Any, bound: Any, passes: Any) -> Any:
     sources = before if before.peers else signals
     end = end_of(chain.Replica, (before, behind), count=WAVES, gets=bound)
     end._pushes = pushes_of(behind, {*behind.peers}) if behind.peers else None
-    patience = end._pushes.patience if end._pushes else {}
-    end._telling = chain._Telling(behind, dict.fromkeys(behind.peers, WAVES), patience, None)
+    end._telling = chain._Telling(behind, dict.fromkeys(behind.peers, WAVES), None)
     end._target = target_of(sources, {*sources.peers})
     return end
+
+
+def waves_that(launch: Callable[[int], None]) -> dict[int, Any]:
+    """The copies of each wave, which only say that they are queued."""
+    return {wave: SimpleNamespace(queue=lambda stream, wave=wave: launch(wave)) for wave in range(WAVES)}
 
 
 def pushes_of(signals: Any, peers: Any) -> Any:
     from mcore_reshard.kernels.transports.direct import pushes
 
     end = end_of(pushes.Pushes, signals)
-    end.peers, end.patience = peers, {}
+    end.peers = peers
     return end
 
 
@@ -221,7 +226,7 @@ def fail_before_the_trainer_is_ready(number: int, address: str, plan: Plan) -> i
     if number == 3:
         end._target.hear = MagicMock(side_effect=OSError("on fire"))
     else:
-        end._pushes._plain = SimpleNamespace(launch=lambda wave, stream: pushed.append(wave))
+        end._pushes._plain = waves_that(pushed.append)
     try:
         end.run(1)
     except (OSError, TransferError):
@@ -248,13 +253,13 @@ def stall_between_waves(number: int, address: str, plan: Plan) -> tuple[int, str
     pushes.CLOSE_S = 2.0  # of this process
     launched, said = [], ""
 
-    def launch(wave: int, stream: Any) -> None:
+    def launch(wave: int) -> None:
         if number == 0 and wave == 1:
             time.sleep(3.0)
         launched.append(wave)
 
     if number < 3:
-        end._pushes._plain = SimpleNamespace(launch=launch)
+        end._pushes._plain = waves_that(launch)
     if number == 2:  # gen:1 waits a second for gen:0
         before, _ = end._signals
         before.timeout_s = before._group.timeout_s = 1.0

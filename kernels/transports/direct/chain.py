@@ -55,7 +55,7 @@ class ChainSource:
         self._count = max(counts.values(), default=0)
         parts = parted(bound.schedule)
         self._pushes = Pushes(bound, parts, waves_of(parts, counts), signals, kept, options)
-        self._telling = _Telling(signals, counts, self._pushes.patience, bound.device)
+        self._telling = _Telling(signals, counts, bound.device)
         self.bound, self.executed = (bound,), self._pushes.executed
         self.table_bytes = self._pushes.table_bytes
 
@@ -64,8 +64,7 @@ class ChainSource:
         self._pushes.prepare(settled)
         self._settling.wait(dict.fromkeys(self._signals.peers, settled))
         self._signals.tell(run, Signal.READY)
-        self._pushes.begin(run)
-        with self._telling.of(run) as pushed:
+        with self._telling.of(run, self._pushes.begin(run)) as pushed:
             self._pushes.launch(range(self._count), pushed)
         self._pushes.end()
         self._signals.tell_last(run, Signal.DONE)
@@ -115,8 +114,7 @@ class Replica:
                 self._pushes = Pushes(sends, both, [passed, passed[:0]], behind, kept, options)
             opened.pop_all()
         self._signals, self._gets = (before, behind), gets
-        patience = {} if self._pushes is None else self._pushes.patience
-        self._telling = _Telling(behind, dict.fromkeys(behind.peers, self._count), patience, bound.device)
+        self._telling = _Telling(behind, dict.fromkeys(behind.peers, self._count), bound.device)
         self.written_bytes = 0  # all, once others may write: nobody says how far they are
         self.bound = (bound, sends, receives)
         self.executed: tuple[Executed, ...] = self._target.executed
@@ -137,8 +135,7 @@ class Replica:
                 self._target.hear(run, wave)
         else:
             self._signals[1].tell(run, Signal.READY)
-            self._pushes.begin(run)
-            with self._telling.of(run) as pushed:
+            with self._telling.of(run, self._pushes.begin(run)) as pushed:
                 self._pushes.launch(self._landed(run), pushed)
             self._pushes.end()
             self._signals[1].tell_last(run, Signal.DONE)
@@ -162,19 +159,11 @@ class Replica:
 
 
 class _Telling:
-    """Tells peers, from a thread of its own, which waves have been pushed to them: each of the first `counts`.
+    """Tells peers, from a thread of its own, which waves have been pushed to them: each of the first `counts`."""
 
-    `patience` [seconds] is for how long each of them waits for a wave.
-    """
-
-    def __init__(
-        self,
-        signals: PeerSignals,
-        counts: Mapping[int, int],
-        patience: Mapping[int, float],
-        device: torch.device | None,
-    ) -> None:
-        self._signals, self._counts, self._patience, self._device = signals, counts, patience, device
+    def __init__(self, signals: PeerSignals, counts: Mapping[int, int], device: torch.device | None) -> None:
+        self._signals, self._counts, self._device = signals, counts, device
+        self._waits_s: Mapping[int, float] = {}  # for how many seconds each peer waits for a wave, in the last run
         self._told: Future[None] | None = None
         self._last = 0.0  # when the peers heard of a wave, by `time.monotonic`
         self._stopped = False
@@ -182,10 +171,13 @@ class _Telling:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="waves")
 
     @contextmanager
-    def of(self, run: int) -> Iterator[Pushed]:
-        """What is to be called for each wave that is queued. Ends when everything is told."""
+    def of(self, run: int, waits_s: Mapping[int, float]) -> Iterator[Pushed]:
+        """What is to be called for each wave that is queued. Ends when everything is told.
+
+        `waits_s` is for how many seconds each peer waits for a wave.
+        """
         queued: SimpleQueue[Sequence[torch.cuda.Event] | None] = SimpleQueue()  # None: there are no more
-        self._stopped, self._last = False, time.monotonic()
+        self._waits_s, self._stopped, self._last = waits_s, False, time.monotonic()
         told = self._told = self._thread.submit(in_callers_context(partial(self._tell, run, queued), self._device))
         try:
             yield queued.put
@@ -202,10 +194,10 @@ class _Telling:
         if self._told is not None and self._told.done():
             self._told.result()
         waited_s = time.monotonic() - self._last
-        for peer, patience_s in self._patience.items():
-            if waited_s > patience_s:
+        for peer, waits_s in self._waits_s.items():
+            if waited_s > waits_s:
                 raise DeadlineError(
-                    self._signals.peers[peer], f"it gave up {waited_s - patience_s:.0f} s before this wave"
+                    self._signals.peers[peer], f"it gave up {waited_s - waits_s:.0f} s before this wave"
                 )
 
     def _tell(self, run: int, queued: SimpleQueue[Sequence[torch.cuda.Event] | None]) -> None:

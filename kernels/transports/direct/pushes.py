@@ -12,8 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -28,11 +27,12 @@ from mcore_reshard.kernels.cuda.copy_kernel import DeviceGather, KernelShape, ow
 from mcore_reshard.kernels.cuda.device_memory import is_plain
 from mcore_reshard.kernels.cuda.engine_rows import ALL_ROWS
 from mcore_reshard.kernels.cuda.executed_tiles import NameOf, PlacedCopies, tile_problems
+from mcore_reshard.kernels.cuda.exported import Export
 from mcore_reshard.kernels.cuda.streams import forked
 from mcore_reshard.kernels.cuda.tiles import interleaved
 from mcore_reshard.kernels.errors import DeadlineError, TransferError
 from mcore_reshard.kernels.rendezvous.polling import CLOSE_S, EventPoller
-from mcore_reshard.kernels.transports.kept import Kept
+from mcore_reshard.kernels.transports.kept import Kept, Mappings
 from mcore_reshard.planner.plan.schedule import Schedule
 
 from .event_wait import EventWait
@@ -70,30 +70,25 @@ class Pushes:
         # A single stream for the copy engine, which of several would take one to its end before it goes on with others.
         self._stream, self._engine_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._pushed = torch.cuda.Event()
-        self.patience: dict[int, float] = {}  # seconds: for how long each of them waited when the last run began
         self._mappings = kept.mappings(device)
         self._pushing = EventWait(signals, "the push")
-        plain, cast = (bound.rows(part) for part in parts)
-        tables = peer_table(plain.schedule), peer_table(cast.schedule)
         try:
             exports = fetch_exports(signals, kept, self.peers, prefix=prefix)
             gpus = {peer: {block.gpu for block in exported.allocations} for peer, exported in exports.items()}
-            addresses = [
-                addresses_of(table, each, exports, self._mappings)
-                for table, each in zip(tables, (plain, cast), strict=True)
-            ]
-            self._plain = _PlainWaves(
-                plain, tables[0], waves[0], addresses[0], device, options, gpus, self._engine_stream
+            plain, cast = (
+                _Part.of(bound.rows(part), wave, exports, self._mappings)
+                for part, wave in zip(parts, waves, strict=True)
             )
-            self._cast = _CastWaves(cast, tables[1], waves[1], addresses[1], device)
+            self._plain, found = _plain_waves(plain, device, options, gpus, self._engine_stream)
+            self._cast, of_casts = _cast_waves(cast, device)
         except BaseException:
             self._mappings.close()
             raise
-        self.table_bytes = self._plain.nbytes + self._cast.nbytes
-        problems = tuple(self._plain.problems), tuple(self._cast.problems)
+        self.table_bytes = sum(copies.nbytes for copies in self._plain.values())
+        self.table_bytes += sum(gather.nbytes for gather in self._cast.values())
         self.executed = tuple(
-            Executed(each, reaches=table, device_problems=found)
-            for each, table, found in zip((plain, cast), tables, problems, strict=True)
+            Executed(part.bound, reaches=part.table, device_problems=tuple(problems))
+            for part, problems in ((plain, found), (cast, of_casts))
         )
 
     @classmethod
@@ -106,22 +101,29 @@ class Pushes:
     def prepare(self, settled: torch.cuda.Event) -> None:
         """Queue what may happen before others may be written, once `settled` has happened: scales of casts."""
         self._stream.wait_event(settled)
-        self._cast.launch_scales(self._stream)
+        for gather in self._cast.values():
+            gather.launch_scales(self._stream)
 
-    def begin(self, run: int) -> None:
-        """Wait until all who are written are ready. Raises an error where one of them has given up meanwhile, or left."""
-        self.patience.update(self._signals.hear(run, Signal.READY, self.peers))
-        for peer, left_s in self.patience.items():
+    def begin(self, run: int) -> dict[int, float]:
+        """Wait until all who are written are ready. Returns for how many seconds each goes on waiting.
+
+        Raises an error where one of them has given up meanwhile, or left.
+        """
+        waits_s = self._signals.hear(run, Signal.READY, self.peers)
+        for peer, left_s in waits_s.items():
             if left_s < 0:
                 raise DeadlineError(self._signals.peers[peer], f"it gave up {-left_s:.0f} s before others were ready")
         self._signals.check_here(self.peers)
+        return waits_s
 
     def launch(self, waves: Iterable[int], pushed: Pushed = lambda events: None) -> None:
         """Queue waves as they come. `pushed` is called for each of them."""
         with forked(self._stream, [self._engine_stream]):
             for wave in waves:
-                self._plain.launch(wave, self._stream)
-                self._cast.launch(wave, self._stream)
+                if wave in self._plain:
+                    self._plain[wave].queue(self._stream)
+                if wave in self._cast:
+                    self._cast[wave].launch_copies(self._stream)
                 pushed([self._stream.record_event(), self._engine_stream.record_event()])
 
     def end(self) -> None:
@@ -138,48 +140,64 @@ class Pushes:
             self._mappings.close(is_used=is_used)
 
 
-class _PlainWaves:
-    """Bytes as they lie here: a copy engine writes large rows to other GPUs, a kernel everything else.
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The rows that a rank pushes of a part of its schedule: where they lie on both ends, and the wave of each."""
 
-    GPUs that push to each other do so at 391 GB/s by copy engines, and pull at 373 (H200s). An engine does one at a time: one that
-    pulls and pushes takes twice as long.
+    bound: BoundSchedule
+    table: PeerTable
+    addresses: NDArray[np.uint64]  # of the bases of its copies
+    placed: PlacedCopies
+    wave: Ints  # [copies]
+
+    @classmethod
+    def of(cls, bound: BoundSchedule, wave: Ints, exports: Mapping[int, Export], mappings: Mappings) -> _Part:
+        """`wave` is that of each transfer."""
+        table = peer_table(bound.schedule)
+        addresses = addresses_of(table, bound, exports, mappings)
+        return cls(bound, table, addresses, PlacedCopies.of(table.copies, addresses), wave[table.transfer])
+
+    def by_wave(self) -> Iterator[tuple[int, Ints]]:
+        """The copies of each wave that has some, in order."""
+        for number in np.unique(self.wave).tolist():
+            yield number, np.flatnonzero(self.wave == number)
+
+    def expected(self, rows: Ints) -> tuple[PlacedCopies, NameOf]:
+        """What a device is to have of these copies, and the parameter of each."""
+        return self.placed.only(rows), lambda copy: parameter_of(self.bound, self.table, int(rows[copy]))
+
+
+def _plain_waves(
+    part: _Part,
+    device: torch.device,
+    options: DirectOptions,
+    gpus: Mapping[int, Collection[str]],
+    engine_stream: torch.cuda.Stream,
+) -> tuple[dict[int, Pull], list[str]]:
+    """Bytes as they lie here: (the copies of each wave, how what the device and the driver are told differs from the table).
+
+    A copy engine writes large rows to other GPUs, a kernel everything else. GPUs that push to each other do so at 391 GB/s by
+    copy engines, and pull at 373 (H200s). An engine does one at a time: one that pulls and pushes takes twice as long.
     """
-
-    def __init__(
-        self,
-        bound: BoundSchedule,
-        table: PeerTable,
-        wave: Ints,
-        addresses: NDArray[np.uint64],
-        device: torch.device,
-        options: DirectOptions,
-        gpus: Mapping[int, Collection[str]],
-        engine_stream: torch.cuda.Stream,
-    ) -> None:
-        own, rank = gpu_of(device), bound.schedule.rank
-        far = [peer for peer, of_peer in sorted(gpus.items()) if own not in of_peer]
-        # In virtual memory a row may go through several allocations.
-        helps = has_engine(options) and all(map(is_plain, bound.tensors))
-        # To one after the other in each wave: ranks that push to the same ones begin with another one each.
-        turns = {peer: (number - rank) % len(far) for number, peer in enumerate(far)} if helps else {}
-        own_gpu = not far
-        shape = options.shape or (own_gpu_shape(device) if own_gpu else KernelShape())
-        options = replace(options, engine_share=ALL_ROWS if helps else 0.0)
-        placed, name_of = PlacedCopies.of(table.copies, addresses), partial(parameter_of, bound, table)
-        self._waves: dict[int, Pull] = {}
-        self.problems: list[str] = []
-        for number, rows in _by_wave(wave[table.transfer]):
-            copies = self._waves[number] = Pull(
-                table.copies[rows], addresses, device, shape, options,
-                peer=table.peer[rows], by_engine=turns, first=rank, together=1, own_gpu=own_gpu, engine_streams=[engine_stream],
-            )  # fmt: skip
-            self.problems += tile_problems(copies.read_back(), placed.only(rows), partial(_name_of, name_of, rows))
-        self.nbytes = sum(copies.nbytes for copies in self._waves.values())
-
-    def launch(self, wave: int, stream: torch.cuda.Stream) -> None:
-        """Queue a wave, the kernel's part on `stream`. Does not wait."""
-        if wave in self._waves:
-            self._waves[wave].queue(stream)
+    own, rank = gpu_of(device), part.bound.schedule.rank
+    far = [peer for peer, of_peer in sorted(gpus.items()) if own not in of_peer]
+    # In virtual memory a row may go through several allocations.
+    helps = has_engine(options) and all(map(is_plain, part.bound.tensors))
+    # To one after the other in each wave: ranks that push to the same ones begin with another one each.
+    turns = {peer: (number - rank) % len(far) for number, peer in enumerate(far)} if helps else {}
+    own_gpu = not far
+    shape = options.shape or (own_gpu_shape(device) if own_gpu else KernelShape())
+    options = replace(options, engine_share=ALL_ROWS if helps else 0.0)
+    waves: dict[int, Pull] = {}
+    problems: list[str] = []
+    for number, rows in part.by_wave():
+        copies = waves[number] = Pull(
+            part.table.copies[rows], part.addresses, device, shape, options,
+            peer=part.table.peer[rows], by_engine=turns, first=rank, together=1, own_gpu=own_gpu,
+            engine_streams=[engine_stream],
+        )  # fmt: skip
+        problems += tile_problems(copies.read_back(), *part.expected(rows))
+    return waves, problems
 
 
 # All of a GPU that casts into others' memory. Each of two H200s did so for two more at 370 GB/s with 528 CTAs, 369 with 264,
@@ -187,57 +205,29 @@ class _PlainWaves:
 _SHAPE = KernelShape(ctas=528, threads=256)
 
 
-class _CastWaves:
-    """What a training rank casts straight into the memory of others, and the scales: no scratch.
+def _cast_waves(part: _Part, device: torch.device) -> tuple[dict[int, DeviceGather], list[str]]:
+    """What a training rank casts straight into the memory of others, and the scales; returns as `_plain_waves` does.
 
-    The GPU reads a block, casts it in registers, and writes it over NVLink, as fast as others would pull what was cast before.
+    It takes no scratch: the GPU reads a block, casts it in registers, and writes it over NVLink, as fast as others would pull
+    what was cast before.
     """
-
-    def __init__(
-        self,
-        bound: BoundSchedule,
-        table: PeerTable,
-        wave: Ints,
-        addresses: NDArray[np.uint64],
-        device: torch.device,
-    ) -> None:
-        own, elements = [tensor.data_ptr() for tensor in bound.tensors], [tensor.numel() for tensor in bound.tensors]
-        placed, name_of = PlacedCopies.of(table.copies, addresses), partial(parameter_of, bound, table)
-        rows_of = {}
-        for number, rows in _by_wave(wave[table.transfer]):
-            # In turn to all readers, of which each begins at another source.
-            rows_of[number] = rows[interleaved(table.peer[rows].astype(np.int64), bound.schedule.rank, together=1)]
-        new = new_weights([table.copies[rows] for rows in rows_of.values()], bound.casts)
-        self._waves: dict[int, DeviceGather] = {}
-        self.problems: list[str] = []
-        for (number, rows), computes in zip(rows_of.items(), new, strict=True):
-            gather = self._waves[number] = DeviceGather(
-                table.copies[rows], addresses, bound.casts, device, _SHAPE, PUSHED_TILE_BYTES,
-                computes=computes, elements=elements,
-            )  # fmt: skip
-            self.problems += gather.problems(placed.only(rows), bound.casts, own, partial(_name_of, name_of, rows))
-        self.nbytes = sum(gather.nbytes for gather in self._waves.values())
-
-    def launch_scales(self, stream: torch.cuda.Stream) -> None:
-        """Queue on `stream` what may happen before others may be written. Does not wait."""
-        for gather in self._waves.values():
-            gather.launch_scales(stream)
-
-    def launch(self, wave: int, stream: torch.cuda.Stream) -> None:
-        """Queue everything else of a wave on `stream`. Does not wait."""
-        if wave in self._waves:
-            self._waves[wave].launch_copies(stream)
-
-
-def _name_of(name_of: NameOf, rows: Ints, copy: int) -> str:
-    """The parameter of one of these rows of a table's copies."""
-    return name_of(int(rows[copy]))
-
-
-def _by_wave(wave: Ints) -> Iterator[tuple[int, Ints]]:
-    """The rows of each wave that has some, in order."""
-    for number in np.unique(wave).tolist():
-        yield number, np.flatnonzero(wave == number)
+    tensors, casts, table = part.bound.tensors, part.bound.casts, part.table
+    own, elements = [tensor.data_ptr() for tensor in tensors], [tensor.numel() for tensor in tensors]
+    rows_of = {}
+    for number, rows in part.by_wave():
+        # In turn to all readers, of which each begins at another source.
+        rows_of[number] = rows[interleaved(table.peer[rows].astype(np.int64), part.bound.schedule.rank, together=1)]
+    waves: dict[int, DeviceGather] = {}
+    problems: list[str] = []
+    new = new_weights([table.copies[rows] for rows in rows_of.values()], casts)
+    for (number, rows), computes in zip(rows_of.items(), new, strict=True):
+        gather = waves[number] = DeviceGather(
+            table.copies[rows], part.addresses, casts, device, _SHAPE, PUSHED_TILE_BYTES,
+            computes=computes, elements=elements,
+        )  # fmt: skip
+        placed, name_of = part.expected(rows)
+        problems += gather.problems(placed, casts, own, name_of)
+    return waves, problems
 
 
 class Target:
@@ -269,23 +259,19 @@ class Target:
         self._run, self._left = run, {*self._peers}
         self._signals.tell(run, Signal.READY, self._peers)
 
-    def hear(self, run: int, signal: int) -> None:
-        """Wait until all who write here have sent `signal`."""
-        for peer in self._peers:
-            self._hear(run, signal, peer)
+    def hear(self, run: int, signal: int, peers: Collection[int] | None = None) -> None:
+        """Wait until those who write here, by default all, have sent `signal`."""
+        try:
+            self._signals.hear(run, signal, self._peers if peers is None else peers)
+        except DeadlineError:
+            self._is_overdue = True
+            raise
 
     def end(self, run: int) -> None:
         """Wait until others have written everything."""
         for peer in self._peers:
-            self._hear(run, Signal.DONE, peer)
+            self.hear(run, Signal.DONE, [peer])
             self._left.discard(peer)
-
-    def _hear(self, run: int, signal: int, peer: int) -> None:
-        try:
-            self._signals.hear(run, signal, [peer])
-        except DeadlineError:
-            self._is_overdue = True
-            raise
 
     def close(self) -> None:
         """Returns once this rank is written no more. After a failure it waits CLOSE_S at most."""
