@@ -31,6 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(ROOT / "tests")]
 
 import torch  # noqa: E402
 from bench import machine  # noqa: E402
+from bench.results import line_by_line  # noqa: E402
 from faults.cell import run_cell  # noqa: E402
 from faults.matrix import DEADLINE_S, Cell, cells  # noqa: E402
 from faults.model import plan_of  # noqa: E402
@@ -201,9 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "counts": summary(rows),
         }
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        head = json.dumps(result, indent=1)[:-2]
-        lines = ",\n".join("  " + json.dumps(each) for each in rows)
-        arguments.out.write_text(f'{head},\n "rows": [\n{lines}\n ]\n}}\n')
+        arguments.out.write_text(line_by_line({**result, "rows": rows}))
 
     if arguments.again:
         rows = before["rows"]

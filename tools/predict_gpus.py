@@ -22,6 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
+from bench.results import line_by_line  # noqa: E402
 from bench.workloads import WORKLOADS, Case  # noqa: E402
 
 from mcore_reshard.planner.plan.plan import Plan  # noqa: E402
@@ -229,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{row['file']}: {row['workload']} by {row['method']}: measured {row['measured_ms']:.1f} ms, {said}{calibrates}"
         )
     if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        args.out.write_text(line_by_line(result))
     if problems := far_off(result["rows"]):
         print("\n".join(["more than 15% off:", *problems]), file=sys.stderr)
         return 1

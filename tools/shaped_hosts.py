@@ -10,7 +10,6 @@ link, with headers, acknowledgements, and what ranks say to each other.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import platform
@@ -36,6 +35,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(ROOT / "tests")]
 import namespaces  # noqa: E402
 import synthetic  # noqa: E402
 import torch  # noqa: E402
+from bench.results import line_by_line  # noqa: E402
 from helpers.plans import Case  # noqa: E402
 
 from mcore_reshard.kernels.options import Options  # noqa: E402
@@ -267,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "rows": rows,
     }
     if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        args.out.write_text(line_by_line(result))
     return 0
 
 

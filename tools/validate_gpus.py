@@ -38,6 +38,7 @@ from mcore_reshard.validation.trainer import build as trainer
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bench import machine
+from bench.results import line_by_line
 
 TRANSPORTS = ("direct", "nccl", "auto")
 SHARING = {"direct"}  # transports whose ranks may share a GPU
@@ -69,7 +70,7 @@ def main() -> int:
     trainer.prepare(on_cuda=True)  # seconds, paid once: the cases are forked from here
     for case in _run_all(wanted, arguments.jobs):
         report["cases"].append(case)
-        arguments.out.write_text(_text(report))
+        arguments.out.write_text(line_by_line(report, "cases"))
         print(f"{case['transport']:6} {case['family']:12} {case['mesh']:28} {_outcome(case)}", flush=True)
     bad = [case for case in report["cases"] if case.get("error") or case.get("wrong")]
     print(f"{len(report['cases'])} cases, {len(bad)} bad")
@@ -127,12 +128,6 @@ def _run(transport: str, family: str, mesh: str, refits: int) -> dict[str, Any]:
         **({"first_wrong": wrong[:3]} if wrong else {}),
         "seconds": round(time.perf_counter() - start, 1),
     }
-
-
-def _text(report: dict[str, Any]) -> str:
-    """A line for each case."""
-    cases = ",\n  ".join(map(json.dumps, report["cases"]))
-    return json.dumps({**report, "cases": "@"}, indent=1).replace('"@"', f"[\n  {cases}\n ]") + "\n"
 
 
 def _outcome(case: dict[str, Any]) -> str:

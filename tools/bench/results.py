@@ -40,6 +40,12 @@ class ResultFile:
         partial.replace(self.path)
 
 
+def line_by_line(document: dict[str, Any], listed: str = "rows") -> str:
+    """The text of a data file that has a line for each of its rows, which are many."""
+    rows = ",\n  ".join(map(json.dumps, document[listed]))
+    return json.dumps({**document, listed: "@"}, indent=1).replace('"@"', f"[\n  {rows}\n ]") + "\n"
+
+
 def skipped(workload: str, method: str, reason: str) -> Row:
     return {"workload": workload, "method": method, "skipped": " ".join(reason.split())}
 
