@@ -3,9 +3,9 @@
     python tools/bench_links.py                  # four GPUs; writes tools/results/links-x4.json
 
 On two or three GPUs only the patterns that these have are measured. The copy kernel of the direct transport, and the copy
-engines, move 2 GiB between each pair of a pattern. A GPU that reads several others takes from one after the other, or in
-turns of a tile. As a replica in a relay does, it also has two kernels at once: one pulls from the trainer, the other one
-pulls from the others, or pushes to them.
+engines, move the same 2 GiB eight times between each pair of a pattern. A GPU that reads several others takes from one after
+the other, or in turns of a tile. As a replica in a relay does, it also has two kernels at once: one pulls from the trainer, the
+other one pulls from the others, or pushes to them.
 
 One process drives all kernels. Copy engines have a process for each GPU that reads: of one process, the driver lets copies
 wait for those that another GPU had to or from the same one.
@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
-from itertools import permutations
+from itertools import permutations, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 RESULTS = Path(__file__).parent / "results"
 NBYTES = 2 << 30  # between two GPUs
+TIMES = 8  # that they are moved: what it takes to begin and to end is not the link's
 REPEATS = 4
 TIMEOUT_S = 120.0
 ROW_BYTES = 16 << 20  # of what a copy engine is told at a time
@@ -58,6 +59,7 @@ PATTERNS: dict[str, Pattern] = {
     "three read each other": {1: [2, 3], 2: [3, 1], 3: [1, 2]},
     "two read each other and a third": {1: [0, 2], 2: [0, 1]},
     "three read each other and a fourth": {1: [0, 2, 3], 2: [0, 3, 1], 3: [0, 1, 2]},
+    "each reads the one before": {1: [0], 2: [1], 3: [2]},
 }
 
 
@@ -95,8 +97,9 @@ class Gpus:
             place = (gpu if pushes else number) % (self.count - 1) * NBYTES
             addresses += [self.sources[src].data_ptr(), self.places[dst].data_ptr() + place]
             table[number] = (2 * number, 2 * number + 1, 0, 0, (1, 1, 1), (0, 0, 0), (0, 0, 0), NBYTES)
+        table = np.repeat(table, TIMES)
         tiles = cut_tiles(table, np.array(addresses, np.uint64), DEFAULT_TILE_BYTES)
-        order = interleaved(tiles["copy"].astype(np.int64), gpu, 1 if by_tile else None)
+        order = interleaved(tiles["copy"].astype(np.int64) // TIMES, gpu, 1 if by_tile else None)
         with torch.cuda.device(gpu):
             return DeviceCopies(tiles[order], torch.device("cuda", gpu), KernelShape(ctas=ctas))
 
@@ -127,18 +130,23 @@ def kernel_rate(gpus: Gpus, pattern: Pattern, *, by_tile: bool, pushes: bool = F
     return rate(pattern, gpus.fastest_s(launches))
 
 
-def engine_rates(patterns: Mapping[str, Pattern]) -> dict[str, float]:
-    """By pattern: engines take one GPU after another, as the direct transport has them do. Call it before CUDA is used."""
+def engine_rates(patterns: Mapping[str, Pattern]) -> dict[str, dict[str, float]]:
+    """By way and pattern: engines take one GPU after another, as in the direct transport. Call it before CUDA is used."""
     count = 1 + max(
         gpu for pattern in patterns.values() for reader, peers in pattern.items() for gpu in (reader, *peers)
     )
     with tempfile.TemporaryDirectory() as folder:
         seconds, *_ = run_processes(count, engine_process, (count, patterns, folder), timeout_s=TIMEOUT_S)
-    return {name: rate(patterns[name], of_pattern) for name, of_pattern in seconds.items()}
+    return {
+        way: {name: rate(patterns[name], of_pattern) for name, of_pattern in of_way.items()}
+        for way, of_way in seconds.items()
+    }
 
 
-def engine_process(number: int, count: int, patterns: Mapping[str, Pattern], folder: str) -> dict[str, float]:
-    """Seconds of each pattern, of all processes together: the best of several times."""
+def engine_process(
+    number: int, count: int, patterns: Mapping[str, Pattern], folder: str
+) -> dict[str, dict[str, float]]:
+    """Seconds of each pattern, of all processes together, by pulls and by pushes: the best of several times."""
     from mcore_reshard.kernels.cuda.copy_engine import EngineCopies
     from mcore_reshard.kernels.cuda.engine_rows import ENGINE_STREAMS, Rows
 
@@ -153,33 +161,41 @@ def engine_process(number: int, count: int, patterns: Mapping[str, Pattern], fol
         store.wait([f"{key}/{other}" for other in range(count)])
         return [float(store.get(f"{key}/{other}")) for other in range(count)]
 
-    def copies_of(pattern: Pattern) -> EngineCopies:
-        pulls = {gpu: dict.fromkeys(peers, NBYTES) for gpu, peers in pattern.items()}
-        order = engine_orders(pulls, range(count))[number]
-        offset = np.arange(0, NBYTES, ROW_BYTES).astype(np.uint64)
-        src = np.concatenate([np.uint64(gpus.sources[peer].data_ptr()) + offset for peer in order])
-        dst = np.concatenate(
-            [np.uint64(gpus.places[number].data_ptr() + turn * NBYTES) + offset for turn in range(len(order))]
-        )
+    def places_of(peer: int, turn: int, *, pushes: bool) -> tuple[int, int]:
+        """Addresses that 2 GiB come from and go to."""
+        src, dst, place = (number, peer, number % (count - 1)) if pushes else (peer, number, turn)
+        return gpus.sources[src].data_ptr(), gpus.places[dst].data_ptr() + place * NBYTES
+
+    def copies_of(pattern: Pattern, *, pushes: bool) -> EngineCopies | None:
+        """What this GPU copies: it reads its peers, or writes to those that would read it."""
+        if pushes:
+            pattern = {gpu: [reader for reader, peers in pattern.items() if gpu in peers] for gpu in range(count)}
+        if not pattern.get(number):
+            return None
+        copied = {gpu: dict.fromkeys(peers, NBYTES) for gpu, peers in pattern.items()}
+        order = engine_orders(copied, range(count)).get(number, pattern[number])
+        offset = np.tile(np.arange(0, NBYTES, ROW_BYTES).astype(np.uint64), TIMES)
+        sources, places = zip(*(places_of(peer, turn, pushes=pushes) for turn, peer in enumerate(order)), strict=True)
+        src, dst = (np.concatenate([np.uint64(base) + offset for base in bases]) for bases in (sources, places))
         row = np.arange(len(src))
         nbytes, turn = np.full(len(src), ROW_BYTES, np.uint64), np.repeat(np.arange(len(order)), len(offset))
         return EngineCopies(
             Rows(src, dst, nbytes, turn, row, np.zeros_like(row), row), torch.device("cuda", number), ENGINE_STREAMS
         )
 
-    best = {}
-    for name, pattern in patterns.items():
-        copies = copies_of(pattern) if number in pattern else None
+    best: dict[str, dict[str, float]] = {"pull": {}, "push": {}}
+    for way, (name, pattern) in product(best, patterns.items()):
+        copies = copies_of(pattern, pushes=way == "push")
         seconds = []
         for repeat in range(1 + REPEATS):
-            begin = max(told(f"{name}/{repeat}/begin", time.monotonic() + SOON_S))
+            begin = max(told(f"{way}/{name}/{repeat}/begin", time.monotonic() + SOON_S))
             while time.monotonic() < begin:
                 pass
             if copies is not None:
                 copies.launch(streams)
             gpus.settle()
-            seconds.append(max(told(f"{name}/{repeat}/end", time.monotonic())) - begin)
-        best[name] = min(seconds[1:])
+            seconds.append(max(told(f"{way}/{name}/{repeat}/end", time.monotonic())) - begin)
+        best[way][name] = min(seconds[1:])
     return best
 
 
@@ -193,11 +209,15 @@ def two_kernels_rate(gpus: Gpus, pattern: Pattern, ctas_of: tuple[int, int], *, 
 
 
 def rate(pattern: Pattern, seconds: float) -> float:
-    return round(max(map(len, pattern.values())) * NBYTES / seconds / 1e9)
+    return round(max(map(len, pattern.values())) * TIMES * NBYTES / seconds / 1e9)
 
 
-def measured(gpus: Gpus, name: str, pattern: Pattern, by_engine: float) -> dict[str, Any]:
-    row: dict[str, Any] = {"pattern": name, "copy_engine": by_engine}
+def measured(gpus: Gpus, name: str, pattern: Pattern, by_engine: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "pattern": name,
+        "copy_engine": by_engine["pull"][name],
+        "engine_push": by_engine["push"][name],
+    }
     several = max(map(len, pattern.values())) > 1
     row["pull"] = kernel_rate(gpus, pattern, by_tile=False)
     if several:
@@ -205,7 +225,12 @@ def measured(gpus: Gpus, name: str, pattern: Pattern, by_engine: float) -> dict[
     reads_trainer = any(0 in peers for peers in pattern.values())
     if not reads_trainer or not several:
         row["push_by_tile"] = kernel_rate(gpus, pattern, by_tile=True, pushes=True)
-    if reads_trainer and any(peer in pattern for peers in pattern.values() for peer in peers) and 0 not in pattern:
+    if (
+        several
+        and reads_trainer
+        and any(peer in pattern for peers in pattern.values() for peer in peers)
+        and 0 not in pattern
+    ):
         for way, pushes in (("two_pulls", False), ("pull_and_push", True)):
             row[way] = {f"{a} and {b} CTAs": two_kernels_rate(gpus, pattern, (a, b), pushes=pushes) for a, b in CTAS}
     return row
@@ -228,7 +253,7 @@ def main() -> None:
         "hardware": f"{count} x {kind}",
         "driver": driver,
         "versions": {"torch": torch.__version__},
-        "rows": [measured(gpus, name, pattern, by_engine[name]) for name, pattern in patterns.items()],
+        "rows": [measured(gpus, name, pattern, by_engine) for name, pattern in patterns.items()],
     }
     arguments.out.write_text(json.dumps(document, indent=1) + "\n")
     for row in document["rows"]:

@@ -330,7 +330,7 @@ def test_nccls_own_memory_is_without_our_slots_and_tables() -> None:
 def test_few_gpus_have_the_patterns_of_few() -> None:
     names = {count: [*bench_links.patterns_of(count)] for count in range(5)}
     assert names[2] == ["one reads another", "two read each other"]
-    assert len(names[4]) == 7 and not names[1]
+    assert len(names[4]) == 8 and not names[1]
 
 
 def test_a_kept_command_names_no_folder_of_its_machine() -> None:

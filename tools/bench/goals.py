@@ -117,7 +117,7 @@ def one_to_three(row: Row, links: Sequence[Row]) -> Verdict:
 def _best(links: Sequence[Row], pattern: str) -> int:
     """GB/s of the best way by which GPUs read in a pattern."""
     (link,) = (each for each in links if each["pattern"] == pattern)
-    rates = [link[way] for way in ("copy_engine", "pull", "pull_by_tile", "push_by_tile") if way in link]
+    rates = [link[way] for way in ("copy_engine", "engine_push", "pull", "pull_by_tile", "push_by_tile") if way in link]
     return max([*rates, *link.get("pull_and_push", {}).values()])
 
 

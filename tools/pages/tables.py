@@ -178,7 +178,7 @@ def one_gpu_section() -> str:
 
 
 def links_section(folder: Path = RESULTS) -> str:
-    return "\n\n".join(map(_links_table, sorted(folder.glob("links-x4*.json"), reverse=True)))
+    return _links_table(folder / "links-x4.json")
 
 
 def _links_table(file: Path) -> str:
@@ -189,16 +189,16 @@ def _links_table(file: Path) -> str:
             f" {data['date']} (`python tools/bench_links.py`, [data]({LINKS}/{file.name})).{_noted(data)}"
         ),
         "",
-        "| GPUs | copy engines | our kernel, one source after another | in turns of a tile | pushing | two kernels that pull |"
-        " one that pulls, one that pushes |",
-        "|---|---|---|---|---|---|---|",
+        "| GPUs | copy engines | pushing | our kernel, one source after another | in turns of a tile | pushing |"
+        " two kernels that pull | one that pulls, one that pushes |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in data["rows"]:
         two = [
             ", ".join(f"{rate:.0f} ({ctas})" for ctas, rate in row.get(way, {}).items())
             for way in ("two_pulls", "pull_and_push")
         ]
-        rates = [row.get("copy_engine"), row["pull"], row.get("pull_by_tile"), row.get("push_by_tile")]
+        rates = [row.get(way) for way in ("copy_engine", "engine_push", "pull", "pull_by_tile", "push_by_tile")]
         cells = [row["pattern"], *("" if rate is None else f"{rate:.0f}" for rate in rates), *two]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
