@@ -1,12 +1,12 @@
 """The work lists of the kernels that cast: tiles of casts, and blocks whose scales are computed.
 
 A block of a weight is read once where one copy casts all of it: its scale is computed, and its elements are cast with it
-(`cut_whole_blocks`). Where a copy casts part of a block, or a second copy casts it again, a kernel computes its scale first.
+(`cut_whole_blocks`). Where copies cast parts of a block, a kernel computes its scale first. What is cast again has its scale.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -46,7 +46,7 @@ MOST_ELEMENTS = 128 * 128  # of a block that a CTA reads once: 256 threads with 
 class GatherTables(NamedTuple):
     """The tables of a gather, in the order in which they are walked."""
 
-    scales: NDArray[np.void]  # dtype BLOCK: of weights that it computes scales of, where `blocks` do not
+    scales: NDArray[np.void]  # dtype BLOCK: whose scales it computes, beside those of `blocks`
     blocks: NDArray[np.void]  # dtype CAST_TILE: of whole blocks, whose scales are computed
     cast: NDArray[np.void]  # dtype CAST_TILE
     plain: NDArray[np.void]  # dtype TILE; they may copy the scales
@@ -58,29 +58,95 @@ def split_casts(copies: NDArray[np.void], casts: Casts) -> tuple[NDArray[np.void
     return copies[~cast], copies[cast]
 
 
-def cut_gather(
-    copies: NDArray[np.void],
+def cut_gather(copies: NDArray[np.void], addresses: NDArray[np.uint64], casts: Casts, tile_bytes: int) -> GatherTables:
+    """The tables of `copies` (dtype COPY), some of which cast by scales that are there.
+
+    Tiles name the copy among the plain ones, or among the casts.
+    """
+    plain, cast = split_casts(copies, casts)
+    tiles, plain_tiles = cut_cast_tiles(cast, addresses, casts, tile_bytes), cut_tiles(plain, addresses, tile_bytes)
+    return GatherTables(np.empty(0, BLOCK), np.empty(0, CAST_TILE), tiles, plain_tiles)
+
+
+def cut_rounds(
+    rounds: Sequence[NDArray[np.void]],
     addresses: NDArray[np.uint64],
     casts: Casts,
     tile_bytes: int,
-    *,
-    computes: Collection[int] = (),
-    elements: Sequence[int] = (),
-) -> GatherTables:
-    """The tables of `copies` (dtype COPY), some of which cast. Tiles name the copy among the plain ones, or among the casts.
+    elements: Sequence[int],
+) -> list[GatherTables]:
+    """The tables of `rounds` of copies, which run one after the other and compute each scale of what they cast once.
 
-    `computes` has the weights whose scales are computed in it, with `elements` [tensors] as for `scale_blocks`. Scales of
-    other weights must be there.
+    That is in the round that casts the block whole. Scales of other blocks are computed in the first round that casts anything
+    of their weight; so are those that would come too late: as they are sent before, or as parts of the weight, or what is cast
+    twice, may need them. No scales may be sent before that round. `elements` [tensors] are as for `scale_blocks`, the rest as
+    for `cut_gather`.
     """
-    plain, cast = split_casts(copies, casts)
-    computed = {index: casts[index] for index in computes}
-    blocks, is_left = cut_whole_blocks(cast, addresses, computed, tile_bytes)
+    if not rounds:
+        return []
+    plain, cast = zip(*(split_casts(copies, casts) for copies in rounds), strict=True)
+    copies = np.concatenate(cast)
+    begin = np.cumsum([0, *map(len, cast)])
+    round_of = np.repeat(np.arange(len(cast)), np.diff(begin))
+    weights, first = np.unique(copies["src"], return_index=True)
+    computed = {index: casts[index] for index in weights.tolist()}
+    whole, is_left = cut_whole_blocks(copies, addresses, computed, tile_bytes)
+
+    # A weight with copies that are left out may need any of its scales from its first round on. Others need those they send.
+    first_round = round_of[first]
+    of_copy = first_round[np.searchsorted(weights, copies["src"])]
+    is_left |= np.isin(copies["src"], copies["src"][is_left]) & (round_of > of_copy)
+    copy = _copies_of_blocks(whole)
+    is_left[copy[_first_sent(blocks_of(whole)["scale"], plain, addresses, computed) < round_of[copy]]] = True
+
+    whole = whole[~is_left[whole["box"]["copy"]]]
     left = np.flatnonzero(is_left)
-    cast_tiles = cut_cast_tiles(cast[left], addresses, casts, tile_bytes)
-    cast_tiles["box"]["copy"] = left[cast_tiles["box"]["copy"]]
+    parts = cut_cast_tiles(copies[left], addresses, casts, tile_bytes)
+    parts["box"]["copy"] = left[parts["box"]["copy"]]
     scales = scale_blocks(computed, addresses.tolist(), elements)
-    alone = ~_are_among(scales["scale"], blocks_of(blocks)["scale"])
-    return GatherTables(scales[alone], blocks, cast_tiles, cut_tiles(plain, addresses, tile_bytes))
+    scales = scales[~_are_among(scales["scale"], blocks_of(whole)["scale"])]
+    first_scales = _first_scales(computed, addresses)[weights]
+    by_place = np.argsort(first_scales)
+    owner = by_place[np.searchsorted(first_scales, scales["scale"], side="right", sorter=by_place) - 1]
+
+    tables = [_by_round(scales, first_round[owner], len(rounds))]
+    for tiles in (whole, parts):
+        of_tile = round_of[tiles["box"]["copy"]]
+        tiles["box"]["copy"] -= begin[of_tile].astype(np.uint32)
+        tables.append(_by_round(tiles, of_tile, len(rounds)))
+    tables.append([cut_tiles(of_round, addresses, tile_bytes) for of_round in plain])
+    return [GatherTables(*of_round) for of_round in zip(*tables, strict=True)]
+
+
+def _by_round(table: NDArray[np.void], round_of: Ints, rounds: int) -> list[NDArray[np.void]]:
+    """The rows of each round, in their order."""
+    order = np.argsort(round_of, kind="stable")
+    ends = np.searchsorted(round_of[order], np.arange(rounds), side="right")
+    return np.split(table[order], ends[:-1])
+
+
+def _first_sent(
+    scales: NDArray[np.uint64], rounds: Sequence[NDArray[np.void]], addresses: NDArray[np.uint64], casts: Casts
+) -> Ints:
+    """[scales] the first round whose plain copies send each, which is at that address: the last one if no earlier does."""
+    tensors = [cast.scales for cast in casts.values() if cast.scales is not None]
+    sent, sent_in = [np.empty(0, np.uint64)], [np.empty(0, np.int64)]
+    for number, copies in enumerate(rounds[:-1]):
+        of_scales = copies[np.isin(copies["src"], tensors)]
+        extents = np.column_stack([of_scales["extents"], of_scales["row_bytes"] // 4])
+        strides = np.column_stack([of_scales["src_strides"], np.full(len(of_scales), 4)])
+        owner, element = repeat(extents.prod(axis=1))
+        offset = of_scales["src_offset"][owner].copy()
+        for dim in reversed(range(extents.shape[1])):
+            element, index = np.divmod(element, extents[owner, dim])
+            offset += index * strides[owner, dim]
+        sent.append(addresses[of_scales["src"][owner]] + offset.astype(np.uint64))
+        sent_in.append(np.full(len(owner), number))
+    places, at = np.unique(np.concatenate(sent), return_index=True)
+    if not len(places):
+        return np.full(len(scales), len(rounds) - 1)
+    found = np.minimum(np.searchsorted(places, scales), len(places) - 1)
+    return np.where(places[found] == scales, np.concatenate(sent_in)[at[found]], len(rounds) - 1)
 
 
 def cut_whole_blocks(
@@ -135,7 +201,7 @@ def cut_whole_blocks(
 def blocks_of(tiles: NDArray[np.void]) -> NDArray[np.void]:
     """The blocks (dtype BLOCK) of tiles of whole blocks."""
     box = tiles["box"]
-    row_words, wide = np.maximum(box["row_words"].astype(np.int64), 1), np.maximum(tiles["block_columns"] // _WIDE, 1)
+    row_words, wide = _block_words(tiles)
     owner, number = repeat(-(-row_words // wide))
     first = number * wide[owner]
     blocks = np.zeros(len(owner), BLOCK)
@@ -145,6 +211,18 @@ def blocks_of(tiles: NDArray[np.void]) -> NDArray[np.void]:
     blocks["columns"] = _WIDE * np.minimum(wide[owner], row_words[owner] - first)
     blocks["word_elements"] = _WIDE
     return blocks
+
+
+def _copies_of_blocks(tiles: NDArray[np.void]) -> Ints:
+    """The copy of each of `blocks_of` tiles."""
+    row_words, wide = _block_words(tiles)
+    return np.repeat(tiles["box"]["copy"].astype(np.int64), -(-row_words // wide))
+
+
+def _block_words(tiles: NDArray[np.void]) -> tuple[Ints, Ints]:
+    """Words in a row of tiles of whole blocks, and of one block of each."""
+    row_words = tiles["box"]["row_words"].astype(np.int64)
+    return np.maximum(row_words, 1), np.maximum(tiles["block_columns"].astype(np.int64) // _WIDE, 1)
 
 
 def _are_among(values: NDArray[np.uint64], others: NDArray[np.uint64]) -> NDArray[np.bool_]:

@@ -8,7 +8,7 @@ start, and a C compiler. Bulk copies through shared memory (TMA) reach 375 as we
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.casts import Casts
 
-from .cast_tiles import BLOCK, CAST_TILE, MOST_ELEMENTS, blocks_of, cut_gather, scale_blocks
-from .executed_tiles import NameOf, PlacedCopies, cast_tile_problems, scale_problems, tile_problems
-from .tiles import CHECKSUMS, DEFAULT_TILE_BYTES, TILE
+from .cast_tiles import BLOCK, CAST_TILE, MOST_ELEMENTS, GatherTables, blocks_of, scale_blocks
+from .executed_tiles import NameOf, PlacedCopies, cast_tile_problems, tile_problems
+from .tiles import CHECKSUMS, TILE
 
 _SOURCES = {  # of each kernel, compiled as one text
     "copy_tiles": ("copy_kernel.cu",),
@@ -157,26 +157,9 @@ def device_scales(casts: Casts, tensors: Sequence[torch.Tensor], device: torch.d
 
 
 class DeviceGather:
-    """A table of copies (dtype COPY) on the GPU; some may cast. Every kind of work takes one launch.
+    """Copies on the GPU, some of which may cast. Every kind of work takes one launch."""
 
-    `computes` names the weights whose scales each launch computes; those of other weights are there before it.
-    """
-
-    def __init__(
-        self,
-        copies: NDArray[np.void],
-        addresses: NDArray[np.uint64],
-        casts: Casts,
-        device: torch.device,
-        shape: KernelShape,
-        tile_bytes: int = DEFAULT_TILE_BYTES,
-        *,
-        computes: Collection[int] = (),
-        elements: Sequence[int] = (),
-    ) -> None:
-        tables = cut_gather(copies, addresses, casts, tile_bytes, computes=computes, elements=elements)
-        self._computes = {index: casts[index] for index in computes}
-        self._elements = elements
+    def __init__(self, tables: GatherTables, device: torch.device, shape: KernelShape) -> None:
         self._parts: dict[str, DeviceTable] = {}  # in the order in which they are walked
         of_blocks = KernelShape(shape.ctas, _BLOCK_THREADS, batch=MOST_ELEMENTS // _BLOCK_THREADS // 8)
         for name, table, kernel, of_kernel in (
@@ -195,23 +178,18 @@ class DeviceGather:
         return sum(part.nbytes for part in self._parts.values())
 
     def problems(self, placed: PlacedCopies, casts: Casts, addresses: Sequence[int], name_of: NameOf) -> list[str]:
-        """How the tables on the device differ from `placed`; `addresses` [tensors] says where scales lie."""
+        """How the copies on the device differ from `placed`; `addresses` [tensors] says where scales lie."""
         is_cast = np.isin(placed.copies["src"], [*casts])
         plain, cast = np.flatnonzero(~is_cast), np.flatnonzero(is_cast)
-        blocks = self._read_back("blocks", CAST_TILE)
-        cast_tiles = np.concatenate([blocks, self._read_back("cast", CAST_TILE)])
-        problems = [
+        cast_tiles = np.concatenate([self._read_back("blocks", CAST_TILE), self._read_back("cast", CAST_TILE)])
+        return [
             *tile_problems(self._read_back("plain", TILE), placed.only(plain), lambda row: name_of(int(plain[row]))),
             *cast_tile_problems(cast_tiles, placed.only(cast), casts, addresses, lambda row: name_of(int(cast[row]))),
         ]
-        if problems or not self._computes:  # tiles without a problem have the blocks of their copies
-            return problems
-        computed = np.concatenate([self._read_back("scales", BLOCK), blocks_of(blocks)])
-        source = placed.copies["src"]
-        first_of = dict(zip(*(each.tolist() for each in np.unique(source, return_index=True)), strict=True))
-        return scale_problems(
-            computed, self._computes, addresses, self._elements, lambda index: name_of(first_of[index])
-        )
+
+    def computed(self) -> NDArray[np.void]:
+        """The blocks (dtype BLOCK) whose scales it computes, as they are on the device."""
+        return np.concatenate([self._read_back("scales", BLOCK), blocks_of(self._read_back("blocks", CAST_TILE))])
 
     def launch(self, stream: torch.cuda.Stream) -> None:
         """Queue everything on `stream`. Does not wait."""
@@ -231,7 +209,7 @@ class DeviceGather:
 
     def empty(self, stream: torch.cuda.Stream) -> None:
         """Queue on `stream`: launches that begin later copy nothing. For good. Not for one that computes scales."""
-        assert not self._computes
+        assert not {"scales", "blocks"} & self._parts.keys()
         for part in self._parts.values():
             part.empty(stream)
 

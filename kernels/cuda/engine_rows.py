@@ -25,7 +25,7 @@ ALL_ROWS = 1e6
 _ROW_COST_BYTES = 400_000
 _ROW_COST_OVER_SEVERAL = 50_000
 ENGINE_STREAMS = 4  # that rows go over, unless they come in rounds
-LEAST_BYTES = 1 << 20  # of a row
+LEAST_BYTES = 1 << 19  # of a row
 _JOINED_BYTES = 16 << 20  # copies are joined up to here, so that an engine's share can be met
 
 

@@ -12,12 +12,14 @@ the blocks that they lie in. Blocks whose scales are computed must be those of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.copies.box_sums import IN_MESSAGE, IN_TENSOR, Weights, box_sum, mixed, times, totals
 from mcore_reshard.kernels.copies.buckets import Bucket
 from mcore_reshard.kernels.copies.casts import CastForm, Casts
@@ -143,6 +145,22 @@ def scale_problems(
     is_odd[owner[is_wrong]] = True
     is_odd[np.repeat(np.arange(len(counts)), counts)[times_computed != 1]] = True
     return _described(is_odd, "weights' scales", lambda row: name_of(in_blocks[row][0]))
+
+
+def computed_problems(
+    bound: BoundSchedule, rounds: Sequence[NDArray[np.void]], computed: Iterable[NDArray[np.void]]
+) -> list[str]:
+    """As `scale_problems`, of all weights that `rounds` of copies cast; `computed` has the blocks (dtype BLOCK) of each round.
+
+    For tiles without a problem: others may have any number of blocks.
+    """
+    if not rounds:
+        return []
+    weights = {*np.unique(np.concatenate([copies["src"] for copies in rounds])).tolist()} & bound.casts.keys()
+    addresses, elements = [tensor.data_ptr() for tensor in bound.tensors], [tensor.numel() for tensor in bound.tensors]
+    casts = {index: bound.casts[index] for index in sorted(weights)}
+    name_of = partial(described_tensor, bound.schedule)
+    return scale_problems(np.concatenate([*computed]), casts, addresses, elements, name_of)
 
 
 def _problems(

@@ -32,19 +32,19 @@ from mcore_reshard.kernels.copies.casts import bound_casts, itemsizes
 from mcore_reshard.kernels.copies.copy_table import Ints, joined
 from mcore_reshard.kernels.copies.peer_table import peer_table
 from mcore_reshard.kernels.copies.strata import strata_of
-from mcore_reshard.kernels.cuda.cast_tiles import cut_gather, scale_blocks
+from mcore_reshard.kernels.cuda.cast_tiles import cut_gather, cut_rounds, scale_blocks
 from mcore_reshard.kernels.cuda.engine_rows import ALL_ROWS, ENGINE_SHARE, ENGINE_STREAMS, divided
 from mcore_reshard.kernels.cuda.tiles import DEFAULT_TILE_BYTES, table_bytes
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.planner.layout.mesh import replica_ranks
-from mcore_reshard.planner.plan.loads import plain_bytes
+from mcore_reshard.planner.plan.loads import pair_bytes
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.planner.plan.paths import NIC
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.schedule import Chain, Schedule, View, World
 from mcore_reshard.planner.topology.topology import Topology
 
-from .direct.staging import PUSHED_TILE_BYTES, SLOTS, divide_slots, has_slots, new_weights, parted, with_other_end
+from .direct.staging import PUSHED_TILE_BYTES, SLOTS, divide_slots, has_slots, parted, with_other_end
 from .direct.turns import engine_orders, may_use_engine
 from .direct.waves import waves_for, waves_of
 from .nccl.buffers import buffer_bytes
@@ -60,7 +60,7 @@ from .nccl.staging import (
     slot_bytes,
 )
 from .reach import joined_hops, shared_gpus
-from .rounds import bucket_bytes_within, gloo_window, in_parts, in_rounds
+from .rounds import bucket_bytes_within, gloo_window, in_parts
 
 _PLACE = 1 << 40  # bytes between two tensors, where it is counted what executors would do
 _FEW_TRANSFERS = 50_000  # Every rank of a plan is counted up to here.
@@ -114,8 +114,8 @@ def session_memory(
     }
     by_transport: dict[str, _Counted] = {}
     pulled = np.zeros((plan.train.world, plan.gen.world), np.int64)
-    if not plan.later_hops and {"direct", "auto"} & {*transports}:
-        pulled = plain_bytes(plan)
+    if not (plan.later_hops or options.checksums) and {"direct", "auto"} & {*transports}:
+        pulled = pair_bytes(plan)
     if "direct" in transports:
         gpus, chains = _Gpus.of(pulled, topology), {} if options.checksums else _chains(ranks)
         if chains:
@@ -216,7 +216,7 @@ class _Gpus:
 
     @classmethod
     def of(cls, pulled: Ints, topology: Topology | None, *, near: bool = False) -> _Gpus:
-        """Readers pull `pulled` [training ranks, generation ranks] bytes, where engines may help, of what is not cast.
+        """Readers get `pulled` [training ranks, generation ranks] bytes, where engines may help.
 
         Without a topology each rank has a GPU of its own. `near`: pairs of a domain of NVLink alone go by `direct`.
         """
@@ -230,11 +230,6 @@ class _Gpus:
             if train[source] != gen[reader]:
                 pulls[reader][int(train[source])] += int(pulled[source, reader])
         return cls(train, gen, engine_orders(pulls, [*dict.fromkeys(train.tolist())]))
-
-    def on_one(self, sources: Collection[int], reader: int) -> list[int]:
-        """The sources on the only other GPU than the reader's, as `on_one_gpu` of executors."""
-        far = [source for source in sources if self.train[source] != self.gen[reader]]
-        return far if len({*self.train[far].tolist()}) == 1 else []
 
     def turns(self, reader: int) -> dict[int, int]:
         """Of each training rank that an engine reads: when."""
@@ -255,17 +250,18 @@ def _direct(
     cast straight into their memory; those whose memory cannot be mapped make trainers hold slots, too.
     """
     slotted = {  # of each engine rank: whether it pulls what is cast out of slots
-        rank: has_slots(first, checksums=options.checksums, by_engine=_is_read_from_one_gpu(first, options, gpus))
+        rank: has_slots(first, checksums=options.checksums, by_engine=bool(_slot_turns(first, options, gpus)))
         for rank, (first, *_) in schedules["gen"].items()
     }
     train, slot_buckets = {}, {}  # bytes of a bucket in slots
     for rank, (schedule,) in schedules["train"].items():
         cast = parted(schedule)[1]
         written = {peer for peer in cast.peers if not slotted[int(alike["gen"][peer])]}
-        slots, buckets = divide_slots(cast.with_peers(cast.peers - written), options.scratch_bytes)
-        if buckets:
+        turns = {peer: gpus.turns(peer).get(rank, 0) for peer in cast.peers - written}
+        slots, packed = divide_slots(cast.with_peers(turns), options.scratch_bytes, turns)
+        if packed:
             slot_buckets[rank] = slots.bucket_bytes
-        rounds = [joined([bucket.copies for bucket in together]) for together in in_rounds(buckets)]
+        rounds = [joined([bucket.copies for bucket in together]) for together in packed]
         pushed = peer_table(cast.with_peers(written)).copies
         train[rank] = replace(
             _of_trainer(schedule, options),
@@ -345,7 +341,7 @@ def _pull_bytes(
     bases = np.zeros(len(schedule.tensors) + len(table.theirs) + 1, np.uint64)
     nbytes = 0
     helps = may_use_engine(schedule, checksums=options.checksums)
-    of_slots = dict.fromkeys(gpus.on_one(cast.peers, schedule.rank), 0)
+    of_slots = dict.fromkeys(_slot_turns(schedule, options, gpus), 0)
     for of_part, source, turns, streams in (
         (table.copies, table.peer, gpus.turns(schedule.rank), ENGINE_STREAMS),
         (copies, peer, of_slots, 1),
@@ -356,10 +352,10 @@ def _pull_bytes(
     return nbytes
 
 
-def _is_read_from_one_gpu(schedule: Schedule, options: Options, gpus: _Gpus) -> bool:
-    """Whether all that a generation rank gets lies on one GPU, from which a copy engine may read it."""
-    helps = may_use_engine(schedule, checksums=options.checksums)
-    return helps and {*gpus.on_one(schedule.peers, schedule.rank)} == schedule.peers
+def _slot_turns(schedule: Schedule, options: Options, gpus: _Gpus) -> dict[int, int]:
+    """In which turn a generation rank reads each source's slots by a copy engine: {} where it does not help with all of them."""
+    turns = gpus.turns(schedule.rank) if may_use_engine(schedule, checksums=options.checksums) else {}
+    return turns if turns.keys() >= schedule.peers else {}
 
 
 def _nccl(
@@ -494,17 +490,14 @@ def _gather_bytes(schedule: Schedule, buckets: Sequence[Bucket]) -> int:
 
 
 def _casting_bytes(schedule: Schedule, rounds: Sequence[NDArray[np.void]], tile_bytes: int = DEFAULT_TILE_BYTES) -> int:
-    """The tables of a source of `direct`, which computes the scales of a weight in its first round; `rounds` are copies."""
-    casts = bound_casts(schedule)
+    """The tables of a source of `direct`, which computes scales; `rounds` are copies."""
     elements = [prod(local.shape) for local in schedule.tensors]
-    nbytes = 0
-    for copies, new in zip(rounds, new_weights(rounds, casts), strict=True):
-        bases = np.zeros(1 + max(len(elements), int(copies["dst"].max(initial=0))), np.uint64)
-        # Far from each other, as blocks are told apart by where they lie.
-        bases[: len(elements)] = _PLACE * np.arange(1, len(elements) + 1)
-        tables = cut_gather(copies, bases, casts, tile_bytes, computes=new, elements=elements)
-        nbytes += sum(table.nbytes for table in tables)
-    return nbytes
+    last = max((int(copies["dst"].max(initial=0)) for copies in rounds), default=0)
+    bases = np.zeros(1 + max(len(elements), last), np.uint64)
+    # Far from each other, as blocks are told apart by where they lie.
+    bases[: len(elements)] = _PLACE * np.arange(1, len(elements) + 1)
+    cut = cut_rounds(rounds, bases, bound_casts(schedule), tile_bytes, elements)
+    return sum(table.nbytes for tables in cut for table in tables)
 
 
 def _of_trainer(schedule: Schedule, options: Options) -> RankMemory:

@@ -24,8 +24,8 @@ TRANSPORTS = ("auto", "direct", "nccl", "gloo")
 _EXACT_MESSAGES = 20_000  # up to so many, every end of a message is an event of its own
 _STEPS = 2000  # of a larger refit, if its time is the bound
 _OWN_GPU, _NVLINK, _NIC = range(3)
-# Of what NVLink carries one way, where a GPU sends and receives: kernels on H100s and H200s reach 345 to 358 GB/s each, and
-# copy engines 367 (docs/performance.md, "The links"); one that reads another reaches 393 ("Side by side").
+# Of what NVLink carries one way, where a GPU sends and receives. One that reads another reaches 393 GB/s by a copy engine, 373
+# by a kernel. Two that read each other reach 388 and 337 (docs/performance.md, "The links"): colocated ranks use both.
 _BOTH_WAYS = 0.9
 
 

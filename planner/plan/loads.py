@@ -97,23 +97,19 @@ def rail_bytes(plan: Plan) -> RailBytes:
     return RailBytes(nbytes, on_rail)
 
 
-def plain_bytes(plan: Plan) -> Ints:
-    """[training ranks, generation ranks] the bytes that lie at the trainer as they go to the engine: neither casts nor scales.
+def pair_bytes(plan: Plan) -> Ints:
+    """[training ranks, generation ranks] the bytes that each training rank gives to each generation rank.
 
     Like `rail_bytes`, this expands all transfers.
     """
-    cast = {each.group for each in plan.casts}
-    computed = cast | {pair.scales for pair in plan.pairs if pair.weight in cast}
-    pulled = np.zeros((plan.train.world, plan.gen.world), np.int64)
+    given = np.zeros((plan.train.world, plan.gen.world), np.int64)
     for transfers in plan.transfer_groups:
-        if transfers.group in computed:
-            continue
         pattern = plan.patterns[transfers.pattern]
         hop = plan.first_hop(transfers, np.arange(transfers.members))
         src = plan.rank_grids[transfers.src][pattern.parts["train"][hop.overlap], hop.src]
         dst = plan.rank_grids[transfers.dst][pattern.parts["gen"][hop.overlap], hop.dst]
-        np.add.at(pulled, np.broadcast_arrays(src, dst), hop.runs * pattern.overlap_bytes[hop.overlap])
-    return pulled
+        np.add.at(given, np.broadcast_arrays(src, dst), hop.runs * pattern.overlap_bytes[hop.overlap])
+    return given
 
 
 def busiest_link(plan: Plan) -> float:

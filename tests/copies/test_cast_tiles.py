@@ -2,38 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
 from helpers.casting import WEIGHTS, scale_blocks_of, train_schedule, trainer_tensors, transfers_with_casts
+from helpers.tiles import run_blocks, run_cast_tiles, run_tiles
 from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule, bind
 from mcore_reshard.kernels.copies.buckets import Bucket, cut_buckets
-from mcore_reshard.kernels.copies.cast_arithmetic import (
-    block_scales,
-    compute_scales,
-    narrowed,
-    scaled_to_e4m3,
-    widened,
-)
+from mcore_reshard.kernels.copies.cast_arithmetic import compute_scales
 from mcore_reshard.kernels.copies.casts import CastForm, TensorCast, band_copies
-from mcore_reshard.kernels.copies.copy_table import joined
+from mcore_reshard.kernels.copies.copy_table import COPY, joined
 from mcore_reshard.kernels.copies.cpu import run_copies
 from mcore_reshard.kernels.copies.tensors import byte_array
 from mcore_reshard.kernels.cuda.cast_tiles import (
     BLOCK,
-    CAST_KINDS,
     CAST_TILE,
     blocks_of,
     cut_cast_tiles,
-    cut_gather,
+    cut_rounds,
     cut_whole_blocks,
     split_casts,
 )
-
-KINDS = {kind: pair for pair, kind in CAST_KINDS.items()}
-BITS = {"bfloat16": np.uint16, "float32": np.uint32, "float8_e4m3fn": np.uint8}
 
 
 def bound_of(seed: int) -> tuple[BoundSchedule, tuple[Bucket, ...]]:
@@ -63,32 +56,9 @@ class Arena:
     def read(self, address: int, dtype: type, count: int) -> NDArray[np.generic]:
         return np.frombuffer(self.bytes, np.uint8)[address:][: count * np.dtype(dtype).itemsize].copy().view(dtype)
 
-    def compute(self, block: np.void) -> None:
-        """The scale of a block (dtype BLOCK)."""
-        rows = [
-            self.read(int(block["src"]) + row * int(block["stride"]), np.int16, int(block["columns"]))
-            for row in range(int(block["rows"]))
-        ]
-        values = torch.from_numpy(np.stack(rows)).view(torch.bfloat16)
-        scale = block_scales(values, tuple(values.shape)).reshape(1)
-        self.bytes[int(block["scale"]) : int(block["scale"]) + 4] = byte_array(scale)
-
-    def walk(self, tile: np.void) -> None:
-        box, (src, to) = tile["box"], KINDS[int(tile["kind"])]
-        word = int(box["word_bytes"])
-        for number in range(int(box["words"])):
-            row, at = divmod(number, int(box["row_words"]))
-            source = int(box["src"]) + row * int(box["src_stride"]) + at * word * np.dtype(BITS[src]).itemsize
-            target = int(box["dst"]) + row * int(box["dst_stride"]) + at * word * np.dtype(BITS[to]).itemsize
-            bits = self.read(source, BITS[src], word)
-            if to == "float8_e4m3fn":
-                block = (int(tile["first_column"]) + at * word) // int(tile["block_columns"])
-                scale = torch.from_numpy(self.read(int(tile["scales"]) + 4 * block, np.float32, 1))
-                values = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
-                written = scaled_to_e4m3(values[None], scale.expand(word)).view(torch.uint8).numpy()[0]
-            else:
-                written = (narrowed if to == "bfloat16" else widened)(bits)
-            self.bytes[target : target + written.nbytes] = written.view(np.uint8)
+    @property
+    def base(self) -> int:
+        return self.bytes.ctypes.data
 
 
 @pytest.mark.parametrize(
@@ -109,43 +79,78 @@ def test_tiles_do_what_the_interpreter_does(seed: int, tile_bytes: int, shift: i
         run_copies(copies, [*tensors, wanted], bound.casts)
         tiles = cut_cast_tiles(copies, arena.addresses, bound.casts, tile_bytes)
         assert tiles.dtype == CAST_TILE and CAST_TILE.itemsize == 64
-        for tile in tiles:
-            arena.walk(tile)
+        run_cast_tiles(tiles, arena.base)
         words |= {*tiles["box"]["word_bytes"].tolist()}
         np.testing.assert_array_equal(arena.read(int(arena.addresses[scratch]), np.uint8, bucket.nbytes), wanted)
     assert 1 in words
 
 
 @pytest.mark.sampled(5)
+@pytest.mark.parametrize("rounds", [1, 5])
 @pytest.mark.parametrize("seed", range(4))
-def test_whole_blocks_and_what_they_leave_do_what_the_interpreter_does(seed: int) -> None:
-    """Scales too: each is computed once, by the tiles of whole blocks or before them."""
+def test_rounds_do_what_the_interpreter_does(seed: int, rounds: int) -> None:
+    """Scales too: each is computed once, before it is used or sent, by the tiles of whole blocks or before them."""
     bound, _ = bound_of(seed)
     tensors = [byte_array(tensor) for tensor in bound.tensors]
     elements = [tensor.numel() for tensor in bound.tensors]
     copies = joined(
         [bucket.copies_at(len(tensors), number << 16) for number, bucket in enumerate(large_buckets(bound))]
     )
-    _, cast = split_casts(copies, bound.casts)
     wanted = np.full(len(large_buckets(bound)) << 16, 0xDD, np.uint8)
-    run_copies(cast, [*tensors, wanted], bound.casts)
+    run_copies(copies, [*tensors, wanted], bound.casts)
     arena = Arena([*tensors, np.full_like(wanted, 0xDD)], 0)
-    computes = np.unique(cast["src"]).tolist()
-    tables = cut_gather(copies, arena.addresses, bound.casts, 1 << 14, computes=computes, elements=elements)
-    assert len(tables.blocks) and len(tables.cast) and (len(tables.scales) or seed == 3)
-    for scales in (bound.casts[index].scales for index in computes):
+    cut = cut_rounds(np.array_split(copies, rounds), arena.addresses, bound.casts, 1 << 14, elements)
+    assert len(cut) == rounds
+    assert sum(len(tables.blocks) for tables in cut) and sum(len(tables.cast) for tables in cut)
+    cast = np.unique(copies["src"][np.isin(copies["src"], [*bound.casts])]).tolist()
+    for scales in (bound.casts[index].scales for index in cast):
         if scales is not None:
             start = int(arena.addresses[scales])
             arena.bytes[start : start + len(tensors[scales])] = 0xEE
-    blocks = blocks_of(tables.blocks)
-    for block in (*tables.scales, *blocks):
-        assert (arena.bytes[int(block["scale"]) : int(block["scale"]) + 4] == 0xEE).all(), "computed twice"
-        arena.compute(block)
-    for tile in (*tables.blocks, *tables.cast):
-        arena.walk(tile)
+    for tables in cut:
+        for blocks in (tables.scales, blocks_of(tables.blocks)):
+            for block in blocks:
+                assert (arena.bytes[int(block["scale"]) : int(block["scale"]) + 4] == 0xEE).all(), "computed twice"
+            run_blocks(blocks, arena.base)
+        for tiles in (tables.blocks, tables.cast):
+            run_cast_tiles(tiles, arena.base)
+        run_tiles(tables.plain, arena.base)
     for number, (tensor, address) in enumerate(zip(tensors, arena.addresses.tolist(), strict=False)):
         np.testing.assert_array_equal(arena.read(address, np.uint8, len(tensor)), tensor, err_msg=str(number))
     np.testing.assert_array_equal(arena.read(int(arena.addresses[-1]), np.uint8, len(wanted)), wanted)
+
+
+def rounds_of_a_weight(*rounds: Sequence[tuple[int, int] | str]) -> list[tuple[int, int, int]]:
+    """Of each round, how many scales it computes (before, with whole blocks), and how many tiles cast by scales that are there.
+
+    The weight has 4 blocks of 128 rows each. A round casts rows (first, count), or sends all "scales".
+    """
+    form = CastForm("bfloat16", "float8_e4m3fn", (512, 128), (128, 128))
+    tables = []
+    for each in rounds:
+        copies = []
+        for cast in each:
+            if isinstance(cast, str):
+                copies.append(np.array([(1, 3, 0, 0, (1, 1, 1), (0, 0, 0), (0, 0, 0), 16)], COPY))
+                continue
+            row, count = cast
+            copies.append(band_copies(form, row * 128, (count, 128), (128, 1), (128, 1)))
+            copies[-1]["src_offset"] += 2 * row * 128
+            copies[-1]["dst"] = 2
+        tables.append(joined(copies))
+    addresses = np.array([1 << 20, 1 << 30, 1 << 31, 1 << 32], np.uint64)
+    cut = cut_rounds(tables, addresses, {0: TensorCast(form, 1)}, 1 << 17, [512 * 128, 4])
+    return [(len(each.scales), len(blocks_of(each.blocks)), len(each.cast)) for each in cut]
+
+
+def test_a_scale_is_computed_with_its_block_or_before_all_of_its_weight() -> None:
+    assert rounds_of_a_weight([(0, 512)]) == [(0, 4, 0)]
+    assert rounds_of_a_weight([(0, 256)], [(256, 256)]) == [(0, 2, 0), (0, 2, 0)]
+    assert rounds_of_a_weight([(0, 256)]) == [(2, 2, 0)]  # scales may be sent of what is not cast here
+    assert rounds_of_a_weight([(0, 256)], [(256, 256), "scales"]) == [(0, 2, 0), (0, 2, 0)]
+    assert rounds_of_a_weight([(0, 256), "scales"], [(256, 256)]) == [(2, 2, 0), (0, 0, 2)]  # sent before
+    assert rounds_of_a_weight([(0, 192)], [(128, 256)]) == [(3, 1, 1), (0, 0, 2)]  # used before, for a part
+    assert rounds_of_a_weight([(0, 256)], [(128, 384)], [(0, 512)]) == [(2, 2, 0), (0, 0, 3), (0, 0, 4)]  # cast again
 
 
 def test_parts_of_blocks_large_blocks_and_second_copies_are_left_out() -> None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
 from helpers.casting import train_schedule, trainer_tensors, transfers_with_casts
 from helpers.gpu import needs_gpus
+from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule, bind
 from mcore_reshard.kernels.copies.buckets import cut_buckets
 from mcore_reshard.kernels.copies.cast_arithmetic import AMAX_FLOOR, block_scales
+from mcore_reshard.kernels.copies.casts import Casts
 from mcore_reshard.kernels.copies.copy_table import SCRATCH
 from mcore_reshard.kernels.copies.cpu import run_copies
 from mcore_reshard.kernels.copies.tensors import byte_array
+from mcore_reshard.kernels.cuda.cast_tiles import GatherTables, cut_gather, cut_rounds
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1)]
 device_copies = pytest.importorskip(
@@ -38,6 +43,17 @@ def forget(bound: BoundSchedule, weights: list[int]) -> None:
     for index in weights:
         if (scales := bound.casts[index].scales) is not None:
             bound.tensors[scales].fill_(torch.nan)
+
+
+def tables_of(
+    copies: NDArray[np.void], bases: Sequence[int], casts: Casts, tile_bytes: int, computed: Sequence[torch.Tensor]
+) -> GatherTables:
+    """With the scales of what it casts, where there are tensors that are `computed`."""
+    addresses = np.array(bases, np.uint64)
+    if not computed:
+        return cut_gather(copies, addresses, casts, tile_bytes)
+    (tables,) = cut_rounds([copies], addresses, casts, tile_bytes, [tensor.numel() for tensor in computed])
+    return tables
 
 
 @pytest.mark.parametrize("at_once", [False, True], ids=["scales before", "scales at once"])
@@ -65,10 +81,10 @@ def test_a_gather_agrees_with_the_interpreter(
             copies["dst"][copies["dst"] == SCRATCH] = len(bases) - 1
             weights = np.intersect1d(copies["src"], [*bound.casts]).tolist() if at_once else []
             gather = device_copies.DeviceGather(
-                copies, np.array(bases, np.uint64), bound.casts, CUDA,
-                device_copies.KernelShape(*shape), tile_bytes,
-                computes=weights, elements=[tensor.numel() for tensor in bound.tensors],
-            )  # fmt: skip
+                tables_of(copies, bases, bound.casts, tile_bytes, bound.tensors if at_once else ()),
+                CUDA,
+                device_copies.KernelShape(*shape),
+            )
             parts |= {*gather._parts}
             forget(bound, weights)
             gather.launch(torch.cuda.current_stream())
@@ -114,11 +130,9 @@ def test_special_values(name: str, at_once: bool) -> None:
     copies = band_copies(form, 0, tuple(weight.shape), (weight.shape[1], 1), (weight.shape[1], 1))
     copies["dst"] = 2
     target = torch.zeros(weight.numel(), dtype=torch.uint8, device=CUDA)
-    bases = np.array([tensor.data_ptr() for tensor in (weight, scales, target)], np.uint64)
-    gather = device_copies.DeviceGather(
-        copies, bases, casts, CUDA, device_copies.KernelShape(), 1 << 14,
-        computes=[0] if at_once else [], elements=[weight.numel(), scales.numel()],
-    )  # fmt: skip
+    bases = [tensor.data_ptr() for tensor in (weight, scales, target)]
+    tables = tables_of(copies, bases, casts, 1 << 14, (weight, scales) if at_once else ())
+    gather = device_copies.DeviceGather(tables, CUDA, device_copies.KernelShape())
     assert ("blocks" in gather._parts) == (at_once and name != "zeros")  # whose rows are not aligned for wide words
     if not at_once:
         device_copies.device_scales(casts, [weight, scales], CUDA).launch(torch.cuda.current_stream())
@@ -152,8 +166,6 @@ def test_every_rounding_of_float32_and_every_bfloat16(src: str, to: str) -> None
         target = torch.zeros(nbytes, dtype=torch.uint8, device=CUDA)
         at, to_at = (skipped * torch.empty((), dtype=getattr(torch, name)).element_size() for name in (src, to))
         copies = np.array([(0, 1, at, to_at, *ones, nbytes - to_at)], COPY)
-        bases = np.array([source.data_ptr(), target.data_ptr()], np.uint64)
-        device_copies.DeviceGather(copies, bases, casts, CUDA, device_copies.KernelShape(), 1 << 14).launch(
-            torch.cuda.current_stream()
-        )
+        tables = tables_of(copies, [source.data_ptr(), target.data_ptr()], casts, 1 << 14, ())
+        device_copies.DeviceGather(tables, CUDA, device_copies.KernelShape()).launch(torch.cuda.current_stream())
         np.testing.assert_array_equal(target.cpu().numpy()[to_at:], wanted[to_at:])

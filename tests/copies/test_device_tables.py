@@ -16,8 +16,8 @@ from helpers.ranks import run_ranks, values
 from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.buckets import cut_buckets
-from mcore_reshard.kernels.cuda.cast_tiles import GatherTables
-from mcore_reshard.kernels.cuda.executed_tiles import PlacedCopies, names_of, scale_problems
+from mcore_reshard.kernels.cuda.cast_tiles import GatherTables, cut_gather, cut_rounds
+from mcore_reshard.kernels.cuda.executed_tiles import PlacedCopies, computed_problems, names_of, scale_problems
 from mcore_reshard.kernels.errors import RefitError
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.planner.plan.make_schedule import schedule_of
@@ -46,20 +46,26 @@ def test_what_a_gather_with_casts_does_is_read_back_from_the_device(at_once: boo
     bucket = next(each for each in buckets if np.isin(each.copies["src"], [*bound.casts]).any())
     scratch = torch.zeros(bucket.nbytes, dtype=torch.uint8, device=CUDA)
     addresses = [*own, scratch.data_ptr()]
-    gather = device_copies.DeviceGather(
-        bucket.copies, np.array(addresses, np.uint64), bound.casts, CUDA, device_copies.KernelShape(), 1 << 14,
-        computes=np.intersect1d(bucket.copies["src"], [*bound.casts]).tolist() if at_once else [],
-        elements=[tensor.numel() for tensor in bound.tensors],
-    )  # fmt: skip
+    bases, elements = np.array(addresses, np.uint64), [tensor.numel() for tensor in bound.tensors]
+    if at_once:
+        (tables,) = cut_rounds([bucket.copies], bases, bound.casts, 1 << 14, elements)
+    else:
+        tables = cut_gather(bucket.copies, bases, bound.casts, 1 << 14)
+    gather = device_copies.DeviceGather(tables, CUDA, device_copies.KernelShape())
     assert at_once == ("blocks" in gather._parts)
     placed = PlacedCopies.of(bucket.copies, addresses)
     name_of = names_of(bound.schedule, placed.copies["src"])
-    assert gather.problems(placed, bound.casts, own, name_of) == []
+
+    def problems() -> list[str]:
+        found = gather.problems(placed, bound.casts, own, name_of)
+        return found or (computed_problems(bound, [bucket.copies], [gather.computed()]) if at_once else [])
+
+    assert problems() == []
     for part in gather._parts.values():
         changed(part, 0)  # of the address of the first tile's source
-        assert len(gather.problems(placed, bound.casts, own, name_of)) == 1
+        assert len(problems()) == 1
         changed(part, 0)
-    assert gather.problems(placed, bound.casts, own, name_of) == []
+    assert problems() == []
 
 
 def test_what_computes_scales_is_read_back_from_the_device() -> None:
@@ -72,7 +78,8 @@ def test_what_computes_scales_is_read_back_from_the_device() -> None:
 
 def connect(number: int, address: str, case: str, damaged: int) -> tuple[str, bool]:
     """(why prepare raised, whether this rank's tensors are as they were). The damaged rank's tiles read 2 bytes later."""
-    from mcore_reshard.kernels.cuda import copy_kernel, engine_rows
+    from mcore_reshard.kernels.cuda import engine_rows
+    from mcore_reshard.kernels.transports.direct import pushes, slots
 
     world, rank = ("train", number) if number < 2 else ("gen", number - 2)
     schedule = schedule_of(CASES[case].plan(), world, rank)  # type: ignore[arg-type]
@@ -84,13 +91,13 @@ def connect(number: int, address: str, case: str, damaged: int) -> tuple[str, bo
             (tiles["box"] if "box" in (tiles.dtype.names or ()) else tiles)["src"][-1:] += np.uint64(2)
             return tiles
 
-        def gathered_later(*args: Any, cut: Any = copy_kernel.cut_gather, **options: Any) -> Any:
-            return GatherTables(*map(later, cut(*args, **options)))
+        def cut_rounds_later(*args: Any) -> Any:
+            return [GatherTables(*map(later, tables)) for tables in cut_rounds(*args)]
 
         def cut_later(*args: Any, cut: Any = engine_rows.cut_tiles) -> Any:
             return later(cut(*args))
 
-        copy_kernel.cut_gather = gathered_later
+        pushes.cut_rounds = slots.cut_rounds = cut_rounds_later  # type: ignore[assignment]
         engine_rows.cut_tiles = cut_later  # type: ignore[attr-defined]
     kind: Any = TrainEndpoint if world == "train" else GenerationEndpoint
     endpoint = kind(schedule, tensors, store=address, options=Options(transport="direct", timeout_s=60.0))

@@ -21,16 +21,14 @@ import synthetic
 import torch
 from helpers.fake_memory import FakeMemory
 from helpers.ranks import store_of
-from helpers.tiles import run_tiles
+from helpers.tiles import run_blocks, run_cast_tiles, run_tiles
 from helpers.ways import rounds_stand_in
 from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies import bind as binding
-from mcore_reshard.kernels.copies.cast_arithmetic import block_scales
-from mcore_reshard.kernels.copies.casts import Casts
-from mcore_reshard.kernels.copies.cpu import run_copies
 from mcore_reshard.kernels.copies.executed import executed_digests
 from mcore_reshard.kernels.cuda import copy_engine, engine_rows
+from mcore_reshard.kernels.cuda.cast_tiles import GatherTables, blocks_of
 from mcore_reshard.kernels.cuda.exported import Allocation, Export
 from mcore_reshard.kernels.errors import TransportUnavailable
 from mcore_reshard.kernels.options import Options
@@ -86,39 +84,27 @@ class CpuGather:
 
     nbytes = 0
 
-    def __init__(
-        self,
-        copies: NDArray[np.void],
-        addresses: NDArray[np.uint64],
-        casts: Casts,
-        *_: Any,
-        computes: Collection[int],
-        elements: Sequence[int],
-    ) -> None:
-        self._copies, self._casts, self._computes, self._elements = copies.copy(), casts, [*computes], elements
-        memory = [(ctypes.c_uint8 * SLAB_BYTES).from_address(address) for address in addresses.tolist()]
-        self._bases = [np.frombuffer(each, np.uint8) for each in memory]  # none is larger
+    def __init__(self, tables: GatherTables, *_: Any) -> None:
+        self._tables = GatherTables(*(table.copy() for table in tables))
 
     def launch(self, stream: Any) -> None:
         self.launch_scales(stream)
         self.launch_copies(stream)
 
     def launch_scales(self, stream: Any) -> None:
-        """Of no block that is cast whole, as all are taken to be here."""
+        run_blocks(self._tables.scales)
 
     def launch_copies(self, stream: Any) -> None:
-        for index in self._computes:
-            cast = self._casts[index]
-            if cast.scales is None:
-                continue
-            nbytes = self._elements[index] * cast.form.src_bytes
-            weight = torch.from_numpy(self._bases[index][:nbytes]).view(torch.bfloat16).reshape(-1, *cast.form.matrix)
-            scales = torch.cat([block_scales(each, cast.form.block).reshape(-1) for each in weight])
-            self._bases[cast.scales][: 4 * len(scales)] = scales.numpy().view(np.uint8)
-        run_copies(self._copies, self._bases, self._casts)
+        run_blocks(blocks_of(self._tables.blocks))
+        for tiles in (self._tables.blocks, self._tables.cast):
+            run_cast_tiles(tiles)
+        run_tiles(self._tables.plain)
 
     def problems(self, *_: Any) -> list[str]:
         return []
+
+    def computed(self) -> NDArray[np.void]:
+        return np.concatenate([self._tables.scales, blocks_of(self._tables.blocks)])
 
 
 class Slab:
@@ -201,6 +187,12 @@ def of_all_ranks(plan: Plan) -> list[Tensors]:
     return held
 
 
+def import_no_cuda() -> None:
+    """Of this process alone, as all that `refit` changes."""
+    for name in ("cuda", "cuda.bindings", "cuda.core"):
+        sys.modules[name] = MagicMock()
+
+
 def refit(
     number: int,
     address: str,
@@ -214,6 +206,7 @@ def refit(
     checksums: bool = False,
     engine: bool = False,
     apart: bool = False,
+    gpus: Sequence[int] = (),
     shared: bool = False,
 ) -> tuple[str, str, dict[str, str], dict[str, int]]:
     """Rank `number` refits: (executor, end of it, digests of what it executes, wrong elements by parameter).
@@ -221,10 +214,9 @@ def refit(
     With `by_pair` pairs in MCORE_RESHARD_UNREACHABLE go by a stand-in for nccl. `early`: replicas pass all on in the
     first wave.
     Nobody else can map the memory of engine ranks that are `sleeping`. `engine`: there is a copy engine. All sources are on
-    one GPU, or on one each where they are `apart`. `shared`: as on a GPU that both sides share.
+    one GPU, or on one each where they are `apart`, or on `gpus` [ranks]. `shared`: as on a GPU that both sides share.
     """
-    for name in ("cuda", "cuda.bindings", "cuda.core"):  # of this process alone, as all that follows
-        sys.modules[name] = MagicMock()
+    import_no_cuda()
     torch.cuda.Stream, torch.cuda.Event = Stream, Event  # type: ignore[misc, assignment]
     torch.cuda.device = lambda device: nullcontext()  # type: ignore[assignment, misc]
     torch.cuda.current_device, torch.cuda.get_device_properties = lambda: 0, MagicMock()  # type: ignore[assignment]
@@ -251,10 +243,12 @@ def refit(
     tensors = dict(held[number])
     slab = Slab(tensors.pop(SLAB, torch.empty(0, dtype=torch.uint8)))
     memory: FakeMemory = UnmappedMemory() if world == "gen" and rank in sleeping else OneAddressSpace()
-    memory.gpu = f"GPU-{number}" if apart else memory.gpu
+    memory.gpu = f"GPU-{number}" if apart else f"GPU-{gpus[number]}" if gpus else memory.gpu
     slots.DeviceGather = pushes.DeviceGather = CpuGather  # type: ignore[misc, assignment]
     if shared:
         slots.gpu_of = lambda device: memory.gpu  # type: ignore[assignment]
+    if gpus:
+        ends.gpu_of = pushes.gpu_of = slots.gpu_of = lambda device: memory.gpu  # type: ignore[assignment]
     slots.torch, slots.export = slab, memory.export  # type: ignore[attr-defined, misc, assignment]
     binding.torch = slab  # type: ignore[assignment]  # scales that casts compute
     bound = binding.bind(schedule, tensors)
@@ -292,7 +286,7 @@ def _described(end: Any) -> str:
     if name == "Source" and end._pushes is not None:
         return "Source that pushes"
     if name == "Reader":
-        copies = [end._copies]
+        copies = [end._copies, *(each.copies for each in end._slots._rounds)]
     else:
         copies = [*end._pushes._plain.values()] if name in ("ChainSource", "Replica") and end._pushes else []
     if any(each._engine is not None for each in copies):

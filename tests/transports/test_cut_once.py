@@ -100,7 +100,7 @@ def test_nccl_cuts_once_to_the_size_that_all_ranks_agree_on(
 def test_direct_cuts_what_it_casts_once_for_all_readers(cut: list[Schedule]) -> None:
     schedule = train_schedule(transfers_with_casts(np.random.default_rng(0), (1, 3)), 0, (1, 3))
     _, cast = parted(schedule)
-    divide_slots(cast, 1 << 20)
+    divide_slots(cast, 1 << 20, dict.fromkeys(cast.peers, 0))
     assert len(cut) == 1 and moved(cut) == moved([cast]) > 0
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from helpers import direct_on_cpu
@@ -10,6 +12,7 @@ from helpers.plans import Case
 from helpers.ranks import run_ranks, values
 
 from mcore_reshard.kernels.copies.executed import first_difference
+from mcore_reshard.kernels.errors import SessionError
 from mcore_reshard.kernels.transports.direct import turns
 from mcore_reshard.kernels.transports.peer_access import UNREACHABLE_VARIABLE
 from mcore_reshard.planner.layout.megatron import MegatronBuild
@@ -26,6 +29,7 @@ SOME_CAST = Case(
 )
 PIPELINED_CAST = Case("tiny-qwen3-moe", "pp=2", "tp=1", dtypes=("bf16", "fp8"), block=(8, 16))
 CAST_TO_TWO = Case("tiny-qwen3-moe", "tp=2,ep=2", "tp=2", dtypes=("bf16", "fp8"), block=(8, 16))
+FOUR_CAST_TO_TWO = Case("tiny-qwen3-moe", "tp=2,ep=4,dp=2", "tp=2", dtypes=("bf16", "fp8"), block=(8, 16))
 NARROWED = Case("tiny-qwen3", "tp=2", "tp=1", dtypes=("fp32", "bf16"))
 STACKED = Case("tiny-qwen3-moe", "tp=2,ep=2", "tp=2", MegatronBuild(experts="stacked"), dtypes=("fp32", "bf16"))
 ON_ONE_HOST = Case("tiny-qwen3", "tp=1", "dp=4", machine="h200-8,gpus=8", hosts="train=a*1,gen=a*4@1")
@@ -78,8 +82,21 @@ def test_where_readers_would_meet_no_engine_helps(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_others_write_beside_an_engine() -> None:
-    """Trainers on several GPUs write what they cast, while engines read the rest."""
+    """Each trainer is on the GPU of an engine rank, and writes what it casts, while engines read the rest."""
     ends = ["Source that pushes"] * 2 + ["Reader with an engine that is written"] * 2
+    assert refitted(CAST_TO_TWO, engine=True, gpus=(0, 1, 0, 1))[1] == ends
+
+
+@pytest.mark.parametrize("case", [CAST_TO_TWO, PIPELINED_CAST, FOUR_CAST_TO_TWO, NARROWED, STACKED], ids=str)
+def test_engines_take_one_source_after_another_also_of_what_is_cast(case: Case) -> None:
+    plan = case.plan()
+    ends = ["Source"] * plan.train.world + ["Reader with an engine"] * plan.gen.world
+    assert refitted(case, engine=True, apart=True)[1] == ends
+
+
+def test_where_readers_would_meet_trainers_write_what_they_cast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "_STILL_FASTER", 0.0)
+    ends = ["Source that pushes"] * 2 + ["Reader that is written"] * 2
     assert refitted(CAST_TO_TWO, engine=True, apart=True)[1] == ends
 
 
@@ -158,3 +175,41 @@ def test_beside_pairs_that_are_far(case: Case, unreachable: str) -> None:
     names, ends = refitted(case, unreachable)
     assert "direct+far" in names and {*names} <= {"direct", "far", "direct+far"}
     assert {*ends} <= {"RelayedExecutor", "MixedExecutor"}
+
+
+SLOTS_OF = {"bucket_bytes": 256, "places": {"1": 0}, "first_slots": {"1": 1}, "slots": {}, "events": ["a", "b"]}
+READ_BY = {"events": {"1": ["a", "b"]}, "turns": {"1": 2}, "gpu": "GPU-0"}
+MALFORMED = [
+    *(SLOTS_OF | {"bucket_bytes": word} for word in (0, 100, 256.0, True, "256")),
+    *(SLOTS_OF | {"places": word} for word in ({}, {"1": 8}, {"1": -256}, {"1": 0.5})),
+    *(SLOTS_OF | {"first_slots": word} for word in ({}, {"1": 2}, {"1": -1}, {"1": True}, {"1": "1"})),
+    *(SLOTS_OF | {"events": word} for word in ("ab", ["a"], {"a": 1, "b": 2}, None)),
+    *(READ_BY | {"turns": word} for word in ({}, {"1": 4}, {"1": -1}, {"1": 1.5}, {"1": True})),
+    *(READ_BY | {"events": word} for word in ({}, {"1": ["a"]}, {"1": "ab"})),
+]
+
+
+def refused(number: int, address: str, words: list[dict[str, Any]]) -> list[bool]:
+    """Which words of a source, or of a reader, are malformed."""
+    direct_on_cpu.import_no_cuda()
+    from mcore_reshard.kernels.rendezvous.exchange import parse_stored, stored_text
+    from mcore_reshard.kernels.transports.direct import slots
+
+    device: Any = None
+    slots.Export, slots.open_event = MagicMock(), lambda text, _: text  # type: ignore[misc, assignment]
+    found = []
+    for word in words:
+        parse = (
+            partial(slots._parse_slots, device, 1) if "slots" in word else partial(slots._parse_reader, device, 1, 4)
+        )
+        try:
+            parse_stored("word", stored_text(word).encode(), parse)
+            found.append(False)
+        except SessionError:
+            found.append(True)
+    return found
+
+
+def test_words_about_slots_are_checked() -> None:
+    (found,) = values(run_ranks(1, refused, [SLOTS_OF, READ_BY, *MALFORMED], timeout_s=60.0))
+    assert found == [False] * 2 + [True] * len(MALFORMED)

@@ -20,10 +20,12 @@ from helpers.plans import Case as PlanCase
 from helpers.ranks import run_ranks, values
 
 from mcore_reshard.kernels.copies.bind import bind
+from mcore_reshard.kernels.cuda import engine_rows
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.store import connect_store
 from mcore_reshard.kernels.transports import memory
 from mcore_reshard.kernels.transports.base import TransportContext
+from mcore_reshard.kernels.transports.direct.staging import SLOTS, divide_slots, parted
 from mcore_reshard.kernels.transports.memory import RankMemory, session_memory
 from mcore_reshard.kernels.transports.nccl.buffers import buffer_bytes
 from mcore_reshard.kernels.transports.nccl.staging import ScratchBudget, divide, slot_bytes
@@ -115,7 +117,7 @@ def test_ranks_that_are_counted_as_one_hold_nearly_the_same(case: PlanCase, monk
 def recorded() -> list[tuple[str, Case, str, dict[str, Any]]]:
     """(file, workload on its ranks, method, row) of every recorded row that says what our executors held."""
     found = []
-    for name, ranks in (("refit-x2-h100", 2), ("refit-x2", 2), ("refit-x4", 4)):
+    for name, ranks in (("refit-x2-h100", 2), ("refit-x2", 2), ("refit-x4", 4), ("refit-x4-h100", 4)):
         data = json.loads((RESULTS / f"{name}.json").read_text())
         before = {row["workload"] for row in data["rows"] if row["method"] == "nccl-alone"}
         for row in data["rows"]:
@@ -134,6 +136,7 @@ COUNTED: dict[tuple[str, str, bool, tuple[Any, ...]], dict[str, list[RankMemory]
 def counted_for(file: str, case: Case, *, checksums: bool) -> dict[str, list[RankMemory]]:
     """By transport, both worlds together; each workload is counted once."""
     patched = memory.has_slots, memory.ENGINE_SHARE, memory.ENGINE_STREAMS, planner._LARGEST_OF_SMALL_MODELS
+    patched += (engine_rows.LEAST_BYTES,)
     key = file, case.name, checksums, patched
     if key not in COUNTED:
         transports = session_memory(case.plan(), Options(checksums=checksums)).transports
@@ -167,6 +170,8 @@ def test_gpus_held_what_is_counted(
     if row["date"] < "2026-11-27":  # before copy engines took several streams, and trainers pushed what they cast
         monkeypatch.setattr(memory, "ENGINE_STREAMS", 1)
         monkeypatch.setattr(memory, "has_slots", lambda cast, checksums, by_engine: True)
+    if file != "refit-x4-h100":  # before copy engines took rows of less than a MiB
+        monkeypatch.setattr(engine_rows, "LEAST_BYTES", 1 << 20)
     if row["date"] < "2026-11-26":  # before small models were cut finer
         monkeypatch.setattr(planner, "_LARGEST_OF_SMALL_MODELS", planner._LARGEST_OVERLAP)
     ranks = counted_for(file, case, checksums="checksums" in row["method"])[method]
@@ -185,7 +190,7 @@ def test_gpus_held_what_is_counted(
 @pytest.mark.long
 def test_a_gpu_that_both_sides_share_held_what_is_counted() -> None:
     """The copy engine takes what lies on the other GPU; the kernel has tables of the rest. Trainers push what they cast."""
-    data = json.loads((RESULTS / "refit-colocated-x2.json").read_text())
+    data = json.loads((RESULTS / "refit-colocated-x2-h100.json").read_text())
     topology = parse_topology("h200-8,shared", 2, 2)
     for row in data["rows"]:
         case = case_of(next(each for each in WORKLOADS if each.name == row["workload"]), 4)
@@ -253,7 +258,7 @@ def test_a_rank_of_one_tensor_holds_what_is_counted_by_hand() -> None:
     assert (sender.tables, sender.scratch, sender.nccl, sender.scales) == (0, 0, 0, 0)
 
 
-def test_trainers_hold_slots_for_readers_all_of_whose_bytes_a_copy_engine_reads() -> None:
+def test_trainers_hold_slots_for_readers_that_a_copy_engine_helps_with_all_sources() -> None:
     casts = {"dtypes": ("bf16", "fp8"), "block": (8, 16)}
     alone, several = (
         PlanCase("tiny-qwen3-moe", *each, **casts).plan() for each in (("tp=1", "tp=1"), ("pp=2", "tp=1"))
@@ -265,9 +270,22 @@ def test_trainers_hold_slots_for_readers_all_of_whose_bytes_a_copy_engine_reads(
         assert all(rank.tables > 0 for ranks in held.values() for rank in ranks)
         return [rank.scratch > 0 for rank in held["train"]]
 
-    assert scratch(alone) == [True] and scratch(several) == [False, False]
-    assert scratch(several, options=Options(checksums=True)) == [True, True]
+    assert scratch(alone) == [True] and scratch(several) == [True, True]
     assert scratch(alone, topology=apart) == [True] and scratch(alone, topology=shared) == [False]
+    with_one = parse_topology("h200-8,shared", 2, 1)
+    assert scratch(several, topology=with_one) == [False, False]
+    assert scratch(several, topology=with_one, options=Options(checksums=True)) == [True, True]
+
+
+@pytest.mark.parametrize("checksums", [False, True], ids=["in turns", "at once"])
+def test_slots_are_those_of_the_readers_that_a_trainer_casts_for_at_a_time(checksums: bool) -> None:
+    plan = PlanCase("tiny-qwen3-moe", "tp=2,ep=2", "tp=2", dtypes=("bf16", "fp8"), block=(8, 16)).plan()
+    held = session_memory(plan, Options(checksums=checksums, scratch_bytes=1 << 20), transports=("direct",))
+    for rank, counted in enumerate(held.transports["direct"]["train"]):
+        _, cast = parted(schedule_of(plan, "train", rank))
+        turns = {reader: 0 if checksums else (reader + rank) % 2 for reader in range(2)}
+        slots, _ = divide_slots(cast, 1 << 20, turns)
+        assert counted.scratch == SLOTS * slots.slot_bytes > 0
 
 
 def test_a_reader_of_slots_is_counted_beside_a_trainer_that_is_counted_without(monkeypatch: pytest.MonkeyPatch) -> None:

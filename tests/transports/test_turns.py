@@ -15,9 +15,8 @@ from helpers.plans import Case
 from mcore_reshard.kernels.errors import SessionError
 from mcore_reshard.kernels.rendezvous.exchange import parse_stored, stored_text
 from mcore_reshard.kernels.transports.direct import turns as turns_module
-from mcore_reshard.kernels.transports.direct.staging import parted, with_other_end
 from mcore_reshard.kernels.transports.direct.turns import _bytes_until_done, engine_orders, engine_turns
-from mcore_reshard.planner.plan.loads import plain_bytes
+from mcore_reshard.planner.plan.loads import pair_bytes
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 
 Pulls = dict[int, dict[int, int]]
@@ -147,7 +146,7 @@ MESHES = [
 
 @pytest.mark.parametrize(("model", "train", "gen", "helps"), MESHES)
 def test_meshes_that_engines_help(model: str, train: str, gen: str, helps: bool) -> None:
-    pulled = plain_bytes(Case(model, train, gen).plan())
+    pulled = pair_bytes(Case(model, train, gen).plan())
     pulls = {
         reader: {gpu: given for gpu, given in enumerate(pulled[:, reader].tolist()) if given}
         for reader in range(pulled.shape[1])
@@ -170,10 +169,9 @@ def test_bytes_of_pairs_are_those_of_schedules(case: Case) -> None:
     plan = case.plan()
     expected = np.zeros((plan.train.world, plan.gen.world), np.int64)
     for rank in range(plan.gen.world):
-        plain, _ = parted(with_other_end(schedule_of(plan, "gen", rank)))
-        for table in plain.tables:
+        for table in schedule_of(plan, "gen", rank).tables:
             np.add.at(expected[:, rank], table.peer, table.nbytes)
-    assert (plain_bytes(plan) == expected).all()
+    assert (pair_bytes(plan) == expected).all()
 
 
 class Words:

@@ -97,7 +97,7 @@ def _strips(width: int, ranks: int, strip: float) -> list[float]:
     return [start + rank * (strip + GAP) for rank in range(ranks)]
 
 
-CHARTED = ("moe-ep-tp", "moe-experts", "moe-replicas", "moe-fp8", "moe-bf16-fp8", "dense-tp-tp")
+CHARTED = ("moe-ep-tp", "moe-experts", "moe-replicas", "dense-tp-tp")
 METHODS = {
     "direct": ("direct", "blue"),
     "nccl": ("nccl", "green"),

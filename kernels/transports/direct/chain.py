@@ -3,7 +3,7 @@
     train:0 -> gen:0    wave 0   wave 1   wave 2
     gen:0 -> gen:1               wave 0   wave 1   wave 2       gen:0 has said that it has pushed a wave, gen:1 pushes it on
 
-So every GPU is written by one other, and writes to one other: copy engines do both at 391 GB/s on H200s. By pulls they reach 373.
+So every GPU is written by one other, and writes to one other: copy engines do both at 390 GB/s.
 Where each of three replicas gets a third from the trainer and passes that on to two others, kernels reached 345. Copy engines
 would need turns there: in phases of 2 ms, kept by words between the GPUs, they reached 308.
 """

@@ -13,9 +13,10 @@ Weights that are cast on the way, and their scales, are written by the source, w
     reader    READY: it may be written                           pulls the rest
     source                                casts into it, READY                     DONE
 
-Some readers pull them out of slots at the source instead (see `has_slots` and `slots`), after everything else: the first ones
-are cast meanwhile. When all casts are done the source says CAST, since the event of a source that dies never happens. On a GPU
-that both share, readers pull everything else last, after CAST: work that waits on the GPU takes turns there from those who cast.
+Readers that a copy engine helps with all their sources, and some others, pull them out of slots at the source instead (see
+`has_slots` and `slots`), after everything else: the first ones are cast meanwhile. When all casts are done the source says CAST,
+since the event of a source that dies never happens. On a GPU that both share, readers pull everything else last, after CAST:
+work that waits on the GPU takes turns there from those who cast.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from mcore_reshard.planner.plan.schedule import Schedule
 
 from .event_wait import EventWait
 from .peer_signals import PeerSignals, Signal
-from .pull import DirectOptions, Pull, check_sums, engine_helps, on_one_gpu, parameter_of
+from .pull import DirectOptions, Pull, check_sums, engine_helps, parameter_of
 from .pushes import Pushes, Target
 from .shared_memory import addresses_of, fetch_exports, share_memory
 from .slots import SlotReader, SlotSource
@@ -153,17 +154,18 @@ class Reader:
             gpus = {rank: {block.gpu for block in exported.allocations} for rank, exported in exports.items()}
             plain, cast = parted(schedule)
             helps = engine_helps(schedule, options)
-            by_engine = engine_turns(plain, gpus, gpu_of(device), signals, helps=helps)
-            from_one = helps and on_one_gpu(gpus, device).keys() == gpus.keys()
-            is_written = _may_be_written(bound, cast, options, kept, by_engine=from_one)
+            by_engine = engine_turns(schedule, gpus, gpu_of(device), signals, helps=helps)
+            helps_with_all = by_engine.keys() == gpus.keys()
+            is_written = _may_be_written(bound, cast, options, kept, by_engine=helps_with_all)
             self._table = peer_table(plain)
             signals.publish(is_written, prefix=_WRITTEN)
             if is_written:
                 self._target = Target(bound, [cast], signals, kept, prefix=_CASTS)
                 cast = cast.with_peers(())
             self._slots = SlotReader(
-                bound, cast, signals, self._slot_mappings, self._stream, engine_streams[0], options
-            )
+                bound, cast, signals, self._slot_mappings, self._stream, engine_streams[0], options,
+                by_engine if helps_with_all else {},
+            )  # fmt: skip
             addresses = addresses_of(self._table, bound, exports, self._mappings)
             sources = {gpu for of_rank in gpus.values() for gpu in of_rank}
             # Tile by tile in a relay: two replicas that meet at a source for long are both slow. Also with a source on
@@ -249,7 +251,7 @@ def _may_be_written(
     """Whether training ranks write what they cast straight into a rank's memory.
 
     Not where slots are better; nor where they cannot: vLLM's sleep mode, for one, has the weights in memory that no other
-    process can map. `by_engine`: whether a copy engine takes its share of all that the rank reads.
+    process can map. `by_engine`: whether a copy engine takes its share of what the rank gets from each source.
     """
     if not cast.peers or has_slots(cast, checksums=options.checksums, by_engine=by_engine) or not _has_rows(cast):
         return False

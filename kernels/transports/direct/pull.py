@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.copies.copy_table import Ints
 from mcore_reshard.kernels.copies.peer_table import PeerTable
-from mcore_reshard.kernels.copies.tensors import gpu_of
 from mcore_reshard.kernels.cuda.copy_engine import EngineCopies, is_available
 from mcore_reshard.kernels.cuda.copy_kernel import DeviceCopies, KernelShape
 from mcore_reshard.kernels.cuda.engine_rows import ENGINE_SHARE, divided
@@ -115,10 +114,3 @@ def engine_helps(schedule: Schedule, options: DirectOptions) -> bool:
 
 def has_engine(options: DirectOptions) -> bool:
     return options.engine_share > 0 and is_available()
-
-
-def on_one_gpu(gpus: Mapping[int, Collection[str]], device: torch.device) -> dict[int, int]:
-    """The ranks on the only other GPU than `device`, each in turn 0: none where there are several. `gpus` are those of ranks."""
-    own = gpu_of(device)
-    others = {gpu for of_rank in gpus.values() for gpu in of_rank} - {own}
-    return {rank: 0 for rank, of_rank in gpus.items() if own not in of_rank} if len(others) == 1 else {}

@@ -23,10 +23,11 @@ from mcore_reshard.kernels.copies.copy_table import Ints
 from mcore_reshard.kernels.copies.peer_table import PeerTable, peer_table
 from mcore_reshard.kernels.copies.read_back import Executed
 from mcore_reshard.kernels.copies.tensors import gpu_of
+from mcore_reshard.kernels.cuda.cast_tiles import cut_rounds
 from mcore_reshard.kernels.cuda.copy_kernel import DeviceGather, KernelShape, own_gpu_shape
 from mcore_reshard.kernels.cuda.device_memory import is_plain
 from mcore_reshard.kernels.cuda.engine_rows import ALL_ROWS
-from mcore_reshard.kernels.cuda.executed_tiles import NameOf, PlacedCopies, tile_problems
+from mcore_reshard.kernels.cuda.executed_tiles import NameOf, PlacedCopies, computed_problems, tile_problems
 from mcore_reshard.kernels.cuda.exported import Export
 from mcore_reshard.kernels.cuda.streams import forked
 from mcore_reshard.kernels.cuda.tiles import interleaved
@@ -39,7 +40,7 @@ from .event_wait import EventWait
 from .peer_signals import PeerSignals, Signal
 from .pull import DirectOptions, Pull, has_engine, parameter_of
 from .shared_memory import addresses_of, fetch_exports, share_memory
-from .staging import PUSHED_TILE_BYTES, new_weights
+from .staging import PUSHED_TILE_BYTES
 from .waves import waves_of
 
 # Called when a wave is queued: it has been pushed, with all waves before, when these events have happened.
@@ -176,8 +177,8 @@ def _plain_waves(
 ) -> tuple[dict[int, Pull], list[str]]:
     """Bytes as they lie here: (the copies of each wave, how what the device and the driver are told differs from the table).
 
-    A copy engine writes large rows to other GPUs, a kernel everything else. GPUs that push to each other do so at 391 GB/s by
-    copy engines, and pull at 373 (H200s). An engine does one at a time: one that pulls and pushes takes twice as long.
+    A copy engine writes large rows to other GPUs, a kernel everything else. An engine pushes or pulls at 390 GB/s, and does one
+    at a time: one that does both takes twice as long.
     """
     own, rank = gpu_of(device), part.bound.schedule.rank
     far = [peer for peer, of_peer in sorted(gpus.items()) if own not in of_peer]
@@ -211,22 +212,22 @@ def _cast_waves(part: _Part, device: torch.device) -> tuple[dict[int, DeviceGath
     It takes no scratch: the GPU reads a block, casts it in registers, and writes it over NVLink, as fast as others would pull
     what was cast before.
     """
-    tensors, casts, table = part.bound.tensors, part.bound.casts, part.table
-    own, elements = [tensor.data_ptr() for tensor in tensors], [tensor.numel() for tensor in tensors]
+    own, table = [tensor.data_ptr() for tensor in part.bound.tensors], part.table
+    elements = [tensor.numel() for tensor in part.bound.tensors]
     rows_of = {}
     for number, rows in part.by_wave():
         # In turn to all readers, of which each begins at another source.
         rows_of[number] = rows[interleaved(table.peer[rows].astype(np.int64), part.bound.schedule.rank, together=1)]
+    copies = [table.copies[rows] for rows in rows_of.values()]
     waves: dict[int, DeviceGather] = {}
     problems: list[str] = []
-    new = new_weights([table.copies[rows] for rows in rows_of.values()], casts)
-    for (number, rows), computes in zip(rows_of.items(), new, strict=True):
-        gather = waves[number] = DeviceGather(
-            table.copies[rows], part.addresses, casts, device, _SHAPE, PUSHED_TILE_BYTES,
-            computes=computes, elements=elements,
-        )  # fmt: skip
+    cut = cut_rounds(copies, part.addresses, part.bound.casts, PUSHED_TILE_BYTES, elements)
+    for (number, rows), tables in zip(rows_of.items(), cut, strict=True):
+        gather = waves[number] = DeviceGather(tables, device, _SHAPE)
         placed, name_of = part.expected(rows)
-        problems += gather.problems(placed, casts, own, name_of)
+        problems += gather.problems(placed, part.bound.casts, own, name_of)
+    if not problems:
+        problems = computed_problems(part.bound, copies, (gather.computed() for gather in waves.values()))
     return waves, problems
 
 

@@ -6,22 +6,27 @@ reused; the whole model is never held twice. A round of a source (see `rounds`) 
     to gen:0  buckets a0 a1 a2        round 0, slot 0: a0 b0        slot 0 again: a2
     to gen:1  buckets b0 b1           round 1, slot 1: a1 b1
 
-The source tells its readers how large its buckets are, and where in a slot each reader's bucket begins. Both ends know
-the rest, since buckets depend on the transfers alone. A reader takes round k of all its sources together.
+Readers that copy engines help take one source after the other (see `turns`). A source then casts for one of them at a time:
+
+    to gen:0  in turn 0               round 0, slot 0: a0           round 1, slot 1: a1         slot 0 again: a2
+    to gen:1  in turn 1               round 3, slot 1: b0           round 4, slot 0: b1
+
+The source tells its readers how large its buckets are, where in a slot each reader's bucket begins, and which slot has a
+reader's first. Both ends know the rest, since buckets depend on the transfers alone. A reader takes round k of all the
+sources that it reads in one turn together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.buckets import Bucket, aligned, cut_buckets
-from mcore_reshard.kernels.copies.casts import Casts
 from mcore_reshard.kernels.errors import BindError, SessionError
-from mcore_reshard.kernels.transports.rounds import bucket_bytes_within
+from mcore_reshard.kernels.transports.rounds import bucket_bytes_within, in_rounds
 from mcore_reshard.planner.plan.schedule import OtherEndView, Schedule, TransferTable
 
 SLOTS = 2  # one is cast into while the other one is read
@@ -35,6 +40,7 @@ class SlotPlan:
     bucket_bytes: int
     slot_bytes: int
     places: Mapping[int, int]  # by reader: where its bucket begins in a slot
+    first: Mapping[int, int]  # by reader: the round that has its first bucket
 
 
 def with_other_end(schedule: Schedule) -> Schedule:
@@ -76,9 +82,9 @@ def parted(schedule: Schedule) -> tuple[Schedule, Schedule]:
 def has_slots(cast: Schedule, *, checksums: bool, by_engine: bool) -> bool:
     """Whether casts go through slots although readers' memory can be mapped.
 
-    They do for readers that pass them on or sum what they read, and for readers all of whose bytes a copy engine may read.
-    Between two H200s it moves 390 GB/s with the kernel beside it, where a kernel that casts and writes moves 367. Other
-    numbers of GPUs were not measured.
+    They do for readers that pass them on or sum what they read, and for readers that a copy engine helps with all their sources.
+    Between two H200s it moves 390 GB/s with the kernel beside it, between two H100s and two others 380, where a kernel that casts
+    and writes moves 367.
     """
     return cast.relayed or checksums or by_engine
 
@@ -101,26 +107,33 @@ def _by_tensor(
     return rows[np.lexsort((group, member, first[tensor], scales[rows]))]
 
 
-def new_weights(rounds: Iterable[NDArray[np.void]], casts: Casts) -> Iterator[list[int]]:
-    """For each of a source's `rounds` of copies: weights that it casts and no earlier one does, as indices of tensors.
+def divide_slots(
+    schedule: Schedule, scratch_bytes: int, turns: Mapping[int, int]
+) -> tuple[SlotPlan, list[tuple[Bucket, ...]]]:
+    """A source's slots, and the buckets of each round. `schedule` has casts alone, `turns` those in which its readers read it.
 
-    Their scales are computed in that round. They are sent in it, or later: a source sends no scales without their weight.
+    ValueError if no element fits.
     """
-    seen: set[int] = set()
-    for copies in rounds:
-        weights = {*np.unique(copies["src"]).tolist()} & casts.keys()
-        yield sorted(weights - seen)
-        seen |= weights
-
-
-def divide_slots(schedule: Schedule, scratch_bytes: int) -> tuple[SlotPlan, dict[int, tuple[Bucket, ...]]]:
-    """A source's slots, and the buckets of each reader. `schedule` has casts alone. ValueError if no element fits."""
-    peers = sorted(schedule.peers)
-    if not peers:
-        return SlotPlan(0, 0, {}), {}
-    bucket_bytes = bucket_bytes_within(scratch_bytes, len(peers), SLOTS)
+    if not schedule.peers:
+        return SlotPlan(0, 0, {}, {}), []
+    together = by_turn({peer: turns[peer] for peer in schedule.peers})
+    bucket_bytes = bucket_bytes_within(scratch_bytes, max(map(len, together)), SLOTS)
     buckets = cut_buckets(schedule, bucket_bytes)
-    of_peer = {peer: tuple(bucket for bucket in buckets if bucket.peer == peer) for peer in peers}
-    largest = [aligned(max((bucket.nbytes for bucket in of_peer[peer]), default=0)) for peer in peers]
-    places = (np.cumsum(largest) - largest).tolist()
-    return SlotPlan(bucket_bytes, sum(largest), dict(zip(peers, places, strict=True))), of_peer
+    rounds: list[tuple[Bucket, ...]] = []
+    places: dict[int, int] = {}
+    first: dict[int, int] = {}
+    slot_bytes = 0
+    for peers in together:
+        of_peer = {peer: tuple(bucket for bucket in buckets if bucket.peer == peer) for peer in peers}
+        end = 0
+        for peer, of_one in of_peer.items():
+            places[peer], first[peer] = end, len(rounds)
+            end += aligned(max((bucket.nbytes for bucket in of_one), default=0))
+        slot_bytes = max(slot_bytes, end)
+        rounds += in_rounds(of_peer)
+    return SlotPlan(bucket_bytes, slot_bytes, places, first), rounds
+
+
+def by_turn(turns: Mapping[int, int]) -> list[list[int]]:
+    """The peers of each turn, in order: {0: 1, 1: 0, 2: 1} -> [[1], [0, 2]]."""
+    return [sorted(peer for peer in turns if turns[peer] == turn) for turn in sorted({*turns.values()})]

@@ -146,7 +146,7 @@ def engine_turns(
 
     `gpus` are those of each rank, `own` is the reader's. Readers tell each other what they pull, as far as training ranks have
     readers in common: two who read different ranks of one GPU may not know of each other. One that no engine `helps` tells that
-    it pulls nothing; kernels find their way between engines.
+    it pulls nothing; kernels find their way between engines. What sources cast counts as well, also where they push it.
     """
     far = {rank: next(iter(of_rank)) for rank, of_rank in gpus.items() if len(of_rank) == 1 and own not in of_rank}
     nbytes = np.zeros(schedule.train_ranks, np.int64)
@@ -180,19 +180,23 @@ def _agreed_order(schedule: Schedule, own_pulls: list[_Pulled], signals: PeerSig
 
 def _fetched_readers(schedule: Schedule, rank: int, signals: PeerSignals) -> list[int]:
     def parse(said: Any) -> list[int]:
-        return [_number(reader, schedule.gen_ranks) for reader in said]
+        return [whole_number(reader, schedule.gen_ranks) for reader in said]
 
     return signals.fetch_from("train", rank, parse, _READERS, "who reads it")
 
 
 def _fetched_pulls(schedule: Schedule, reader: int, signals: PeerSignals) -> list[_Pulled]:
     def parse(said: Any) -> list[_Pulled]:
-        return [(_number(rank, schedule.train_ranks), str(gpu), _number(nbytes, 1 << 60)) for rank, gpu, nbytes in said]
+        return [
+            (whole_number(rank, schedule.train_ranks), str(gpu), whole_number(nbytes, 1 << 60))
+            for rank, gpu, nbytes in said
+        ]
 
     return signals.fetch_from("gen", reader, parse, _PULLS, "what it pulls")
 
 
-def _number(said: Any, below: int) -> int:
+def whole_number(said: Any, below: int) -> int:
+    """A number from 0 on that another rank has published. Raises ValueError."""
     if type(said) is not int or not 0 <= said < below:
         raise ValueError(f"{said!r} is no number below {below}")
     return said

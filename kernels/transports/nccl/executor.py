@@ -328,14 +328,16 @@ class NcclExecutor:
 
     def _bind_copies(self, each: Round, end: int, slot: torch.Tensor, copy_ctas: int) -> DeviceGather:
         """The copies of an end in a round, on the device. Notes problems of what was read back from there."""
+        from mcore_reshard.kernels.cuda.cast_tiles import cut_gather
         from mcore_reshard.kernels.cuda.copy_kernel import DeviceGather, KernelShape
         from mcore_reshard.kernels.cuda.executed_tiles import PlacedCopies, names_of
+        from mcore_reshard.kernels.cuda.tiles import DEFAULT_TILE_BYTES
 
         bound = self._bounds[end]
         addresses = [tensor.data_ptr() for tensor in bound.tensors]
         bases = np.array([*addresses, slot.data_ptr()], np.uint64)
-        shape = KernelShape(ctas=copy_ctas)
-        copies = DeviceGather(each.copies(end), bases, bound.casts, self._connection.device, shape)
+        tables = cut_gather(each.copies(end), bases, bound.casts, DEFAULT_TILE_BYTES)
+        copies = DeviceGather(tables, self._connection.device, KernelShape(ctas=copy_ctas))
         staged = [placed.bucket for placed in each.staged_of(end)]
         begins = [slot.data_ptr() + placed.offset for placed in each.staged_of(end)]
         reference = PlacedCopies.of_buckets(staged, addresses, begins)
