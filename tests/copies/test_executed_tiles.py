@@ -22,10 +22,11 @@ from mcore_reshard.kernels.copies.copy_table import COPY
 from mcore_reshard.kernels.copies.executed import Executed
 from mcore_reshard.kernels.copies.peer_table import PeerTable, peer_table
 from mcore_reshard.kernels.cuda import copy_engine, engine_rows
-from mcore_reshard.kernels.cuda.cast_tiles import cut_cast_tiles, cut_whole_blocks
+from mcore_reshard.kernels.cuda.cast_tiles import blocks_of, cut_cast_tiles, cut_rounds, cut_whole_blocks
 from mcore_reshard.kernels.cuda.executed_tiles import (
     PlacedCopies,
     cast_tile_problems,
+    computed_problems,
     names_of,
     scale_problems,
     tile_problems,
@@ -297,6 +298,26 @@ def test_each_damage_to_the_blocks_of_scales_is_named(damage: str) -> None:
     problems = scale_problems(blocks, bound.casts, *places_of(bound), lambda index: schedule.tensors[index].name)
     assert len(problems) == bool(damage), problems
     assert all("weights' scales, first " in problem for problem in problems)
+
+
+def test_rounds_compute_each_scale_of_what_they_cast_once() -> None:
+    """Of all rounds together: neither in two of them, nor in none."""
+    schedule = train_schedule(transfers_with_casts(np.random.default_rng(1), (1, 2)), 0, (1, 2))
+    bound = bind(schedule, trainer_tensors(schedule, 1))
+    addresses, elements = places_of(bound)
+    scratch = len(addresses)
+    copies = [bucket.copies_at(scratch, 0) for bucket in cut_buckets(schedule, 1 << 15)]
+    rounds = [each for each in copies if np.isin(each["src"], [*bound.casts]).any()]
+    bases = np.array([*addresses, 1 << 46], np.uint64)
+    computed = [
+        np.concatenate([tables.scales, blocks_of(tables.blocks)])
+        for tables in cut_rounds(rounds, bases, bound.casts, TILE_BYTES, elements)
+    ]
+    assert computed_problems(bound, rounds, computed) == [] == computed_problems(bound, [], [])
+    number = next(number for number, blocks in enumerate(computed[1:], 1) if len(blocks))
+    for wrong in ([*computed, computed[number]], computed[:number] + computed[number + 1 :]):
+        (problem,) = computed_problems(bound, rounds, wrong)
+        assert "weights' scales, first " in problem
 
 
 def across_bands(executed: Executed) -> Executed:
