@@ -3,7 +3,7 @@
     who is written   READY: all that it had queued is done; bytes land already                               hears DONE
     who pushes                                 queues its waves                     they have ended: DONE
 
-Training ranks push what they cast. Along a chain of replicas everything is pushed (see `chain`).
+Training ranks push what they cast, unless it goes through `slots`. Along a chain of replicas everything is pushed (see `chain`).
 A rank that fails ends its own pushes before it closes its connections, so that its peers know that they are written no more.
 """
 
