@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from mcore_reshard.planner.plan import loads
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.simulate.traffic import traffic_of
 
@@ -26,13 +27,11 @@ class PairBytes:
 def pair_bytes(plan: Plan) -> PairBytes:
     """The bytes of every pair of a plan."""
     train, gen = plan.train.world, plan.gen.world
-    first, later = np.zeros((train, gen), np.int64), np.zeros((gen, gen), np.int64)
-    for hop, traffic in enumerate(traffic_of(plan)):
+    later = np.zeros((gen, gen), np.int64)
+    for traffic in traffic_of(plan)[1:] if plan.later_hops else ():
         if len(traffic.src):
-            nbytes = traffic.pair_bytes
-            matrix, src = (later, traffic.src - train) if hop else (first, traffic.src)
-            np.add.at(matrix, (src, traffic.dst - train), nbytes)
-    return PairBytes(first, later if later.any() else None)
+            np.add.at(later, (traffic.src - train, traffic.dst - train), traffic.pair_bytes)
+    return PairBytes(loads.pair_bytes(plan), later if later.any() else None)
 
 
 def block_size(ranks: int, host: int) -> int:
