@@ -96,15 +96,16 @@ def cut_rounds(
     first_round = round_of[first]
     of_copy = first_round[np.searchsorted(weights, copies["src"])]
     is_left |= np.isin(copies["src"], copies["src"][is_left]) & (round_of > of_copy)
-    copy = _copies_of_blocks(whole)
-    is_left[copy[_first_sent(blocks_of(whole)["scale"], plain, addresses, computed) < round_of[copy]]] = True
+    blocks, tile = _owned_blocks(whole)
+    copy = whole["box"]["copy"][tile]
+    is_left[copy[_first_sent(blocks["scale"], plain, addresses, computed) < round_of[copy]]] = True
 
     whole = whole[~is_left[whole["box"]["copy"]]]
     left = np.flatnonzero(is_left)
     parts = cut_cast_tiles(copies[left], addresses, casts, tile_bytes)
     parts["box"]["copy"] = left[parts["box"]["copy"]]
     scales = scale_blocks(computed, addresses.tolist(), elements)
-    scales = scales[~_are_among(scales["scale"], blocks_of(whole)["scale"])]
+    scales = scales[~_are_among(scales["scale"], blocks["scale"][~is_left[copy]])]
     first_scales = _first_scales(computed, addresses)[weights]
     by_place = np.argsort(first_scales)
     owner = by_place[np.searchsorted(first_scales, scales["scale"], side="right", sorter=by_place) - 1]
@@ -200,8 +201,13 @@ def cut_whole_blocks(
 
 def blocks_of(tiles: NDArray[np.void]) -> NDArray[np.void]:
     """The blocks (dtype BLOCK) of tiles of whole blocks."""
+    return _owned_blocks(tiles)[0]
+
+
+def _owned_blocks(tiles: NDArray[np.void]) -> tuple[NDArray[np.void], Ints]:
+    """(the blocks of tiles of whole blocks, the tile of each)."""
     box = tiles["box"]
-    row_words, wide = _block_words(tiles)
+    row_words, wide = np.maximum(box["row_words"].astype(np.int64), 1), np.maximum(tiles["block_columns"] // _WIDE, 1)
     owner, number = repeat(-(-row_words // wide))
     first = number * wide[owner]
     blocks = np.zeros(len(owner), BLOCK)
@@ -210,19 +216,7 @@ def blocks_of(tiles: NDArray[np.void]) -> NDArray[np.void]:
     blocks["stride"], blocks["rows"] = box["src_stride"][owner], (box["words"] // row_words)[owner]
     blocks["columns"] = _WIDE * np.minimum(wide[owner], row_words[owner] - first)
     blocks["word_elements"] = _WIDE
-    return blocks
-
-
-def _copies_of_blocks(tiles: NDArray[np.void]) -> Ints:
-    """The copy of each of `blocks_of` tiles."""
-    row_words, wide = _block_words(tiles)
-    return np.repeat(tiles["box"]["copy"].astype(np.int64), -(-row_words // wide))
-
-
-def _block_words(tiles: NDArray[np.void]) -> tuple[Ints, Ints]:
-    """Words in a row of tiles of whole blocks, and of one block of each."""
-    row_words = tiles["box"]["row_words"].astype(np.int64)
-    return np.maximum(row_words, 1), np.maximum(tiles["block_columns"].astype(np.int64) // _WIDE, 1)
+    return blocks, owner
 
 
 def _are_among(values: NDArray[np.uint64], others: NDArray[np.uint64]) -> NDArray[np.bool_]:
