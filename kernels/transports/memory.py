@@ -1,6 +1,6 @@
 """The memory that a session takes on each rank beside the model, counted from its plan: no device, no tensors, no torch.
 
-    direct   tables of what kernels copy; slots on training ranks that cast for some readers (see `has_slots`). A copy
+    direct   tables of what kernels copy; slots on training ranks that cast for some readers (see `what_is_pushed`). A copy
              engine's copies take none, nor does the trainer's memory, which CUDA IPC maps
     nccl     copy tables, slots, and NCCL's own buffers
     gloo     a window of buckets, in the host's memory
@@ -18,7 +18,7 @@ ranks takes seconds in place of a minute.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -33,7 +33,7 @@ from mcore_reshard.kernels.copies.copy_table import Ints, joined
 from mcore_reshard.kernels.copies.peer_table import peer_table
 from mcore_reshard.kernels.copies.strata import strata_of
 from mcore_reshard.kernels.cuda.cast_tiles import cut_gather, cut_rounds, scale_blocks
-from mcore_reshard.kernels.cuda.engine_rows import ALL_ROWS, ENGINE_SHARE, ENGINE_STREAMS, divided
+from mcore_reshard.kernels.cuda.engine_rows import ENGINE_SHARE, ENGINE_STREAMS, divided
 from mcore_reshard.kernels.cuda.tiles import DEFAULT_TILE_BYTES, table_bytes
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.planner.layout.mesh import replica_ranks
@@ -44,9 +44,9 @@ from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.schedule import Chain, Schedule, View, World
 from mcore_reshard.planner.topology.topology import Topology
 
-from .direct.staging import PUSHED_TILE_BYTES, SLOTS, divide_slots, has_slots, parted, with_other_end
+from .direct.staging import PUSHED_TILE_BYTES, SLOTS, PushedPart, divide_slots, parted, what_is_pushed, with_other_end
 from .direct.turns import engine_orders, may_use_engine
-from .direct.waves import waves_for, waves_of
+from .direct.waves import push_share, push_turns, waves_for, waves_of
 from .nccl.buffers import buffer_bytes
 from .nccl.shared_gpus import SharedGpus
 from .nccl.staging import (
@@ -213,6 +213,7 @@ class _Gpus:
     train: Ints
     gen: Ints
     orders: Mapping[int, Sequence[int]]
+    mutual: Set[int] = frozenset()  # generation ranks that get bytes from their own GPU and from others
 
     @classmethod
     def of(cls, pulled: Ints, topology: Topology | None, *, near: bool = False) -> _Gpus:
@@ -227,9 +228,13 @@ class _Gpus:
                 pulled = np.where(topology.domains("train")[:, None] == topology.domains("gen"), pulled, 0)
         pulls: dict[int, Counter[int]] = {rank: Counter() for rank in range(len(gen))}
         for source, reader in zip(*(each.tolist() for each in pulled.nonzero()), strict=True):
-            if train[source] != gen[reader]:
-                pulls[reader][int(train[source])] += int(pulled[source, reader])
-        return cls(train, gen, engine_orders(pulls, [*dict.fromkeys(train.tolist())]))
+            pulls[reader][int(train[source])] += int(pulled[source, reader])
+        mutual = set()
+        for reader, of_reader in pulls.items():
+            if of_reader.pop(int(gen[reader]), 0) and of_reader:
+                mutual.add(reader)
+                of_reader.clear()
+        return cls(train, gen, engine_orders(pulls, [*dict.fromkeys(train.tolist())]), frozenset(mutual))
 
     def turns(self, reader: int) -> dict[int, int]:
         """Of each training rank that an engine reads: when."""
@@ -246,26 +251,27 @@ def _direct(
 ) -> _Counted:
     """`schedules` has the hops of each rank that is counted.
 
-    Replicas pull from each other what they pass on. Engine ranks are taken to be such that training ranks can write what they
-    cast straight into their memory; those whose memory cannot be mapped make trainers hold slots, too.
+    Replicas pull from each other what they pass on. Engine ranks are taken to be such that training ranks can write straight into
+    their memory; those whose memory cannot be mapped make trainers hold slots, too.
     """
-    slotted = {  # of each engine rank: whether it pulls what is cast out of slots
-        rank: has_slots(first, checksums=options.checksums, by_engine=bool(_slot_turns(first, options, gpus)))
-        for rank, (first, *_) in schedules["gen"].items()
-    }
+    pushed = {rank: _what_is_pushed(first, options, gpus) for rank, (first, *_) in schedules["gen"].items()}
     train, slot_buckets = {}, {}  # bytes of a bucket in slots
     for rank, (schedule,) in schedules["train"].items():
-        cast = parted(schedule)[1]
-        written = {peer for peer in cast.peers if not slotted[int(alike["gen"][peer])]}
-        turns = {peer: gpus.turns(peer).get(rank, 0) for peer in cast.peers - written}
+        plain, cast = parted(schedule)
+        said = {peer: pushed[int(alike["gen"][peer])] for peer in schedule.peers}
+        turns = {peer: gpus.turns(peer).get(rank, 0) for peer in cast.peers if said[peer] == "nothing"}
         slots, packed = divide_slots(cast.with_peers(turns), options.scratch_bytes, turns)
         if packed:
             slot_buckets[rank] = slots.bucket_bytes
         rounds = [joined([bucket.copies for bucket in together]) for together in packed]
-        pushed = peer_table(cast.with_peers(written)).copies
+        parts = (
+            plain.with_peers([peer for peer in said if said[peer] == "all"]),
+            cast.with_peers([peer for peer in said if said[peer] != "nothing"]),
+        )
         train[rank] = replace(
             _of_trainer(schedule, options),
-            tables=_casting_bytes(schedule, rounds) + _casting_bytes(schedule, [pushed], PUSHED_TILE_BYTES),
+            tables=_casting_bytes(schedule, rounds)
+            + _push_bytes(parts, dict.fromkeys(said, 1), gpus.train[rank], gpus),
             scratch=SLOTS * slots.slot_bytes,
         )
     # Where the rank that is counted for a source has no slots.
@@ -273,10 +279,10 @@ def _direct(
     bucket_bytes = {rank: slot_buckets.get(counted, one_reader) for rank, counted in enumerate(alike["train"].tolist())}
     gen = {}
     for rank, (first, *later) in schedules["gen"].items():
-        tables = _pull_bytes(first, bucket_bytes, options, gpus, is_slotted=slotted[rank])
+        tables = _pull_bytes(first, bucket_bytes, options, gpus, pushed=pushed[rank])
         for hop in later:
             if hop.world == "gen":
-                tables += _pull_bytes(hop, bucket_bytes, options, gpus, is_slotted=True)
+                tables += _pull_bytes(hop, bucket_bytes, options, gpus, pushed="nothing")
         gen[rank] = RankMemory(tables=tables)
     return {"train": train, "gen": gen}
 
@@ -312,11 +318,13 @@ def _push_bytes(parts: tuple[Schedule, Schedule], waves: Mapping[int, int], own_
         for table, wave in zip((plain, cast), waves_of(parts, counts), strict=True)
     )
     bases = np.zeros(len(parts[0].tensors) + len(plain.theirs), np.uint64)
-    is_far = np.array([gpus.gen[peer.rank] != own_gpu for peer in plain.theirs], np.int64)
+    turns = push_turns(parts[0].rank, [peer for peer in counts if gpus.gen[peer] != own_gpu])
+    turn_of = np.array([turns.get(peer.rank, -1) for peer in plain.theirs], np.int64)
+    share, streams = push_share(max(counts.values(), default=1), ENGINE_SHARE)
     nbytes = 0
     for copies in of_plain:
-        turn = is_far[copies["dst"] - len(parts[0].tensors)] - 1  # one turn or several: no matter here
-        nbytes += table_bytes(divided(copies, bases, DEFAULT_TILE_BYTES, turn, ALL_ROWS, streams=1)[0], checksums=False)
+        turn = turn_of[copies["dst"] - len(parts[0].tensors)]
+        nbytes += table_bytes(divided(copies, bases, DEFAULT_TILE_BYTES, turn, share, streams=streams)[0])
     return nbytes + _casting_bytes(parts[1], of_cast, PUSHED_TILE_BYTES)
 
 
@@ -326,11 +334,13 @@ def _pull_bytes(
     options: Options,
     gpus: _Gpus,
     *,
-    is_slotted: bool,
+    pushed: PushedPart,
 ) -> int:
     """The tables by which a generation rank pulls. `bucket_bytes` are those of each training rank's slots."""
     plain, cast = parted(schedule)
-    if not is_slotted:
+    if pushed == "all":
+        return 0
+    if pushed == "casts":
         cast = cast.with_peers(())
     table = peer_table(plain)
     buckets = [
@@ -350,6 +360,14 @@ def _pull_bytes(
         tiles, _ = divided(of_part, bases, DEFAULT_TILE_BYTES, turn, ENGINE_SHARE, streams=streams)
         nbytes += table_bytes(tiles, checksums=options.checksums)
     return nbytes
+
+
+def _what_is_pushed(schedule: Schedule, options: Options, gpus: _Gpus) -> PushedPart:
+    """What training ranks push to a generation rank."""
+    if not may_use_engine(schedule, checksums=options.checksums):
+        return "nothing"
+    by_engine = bool(_slot_turns(schedule, options, gpus))
+    return what_is_pushed(is_mutual=schedule.rank in gpus.mutual, by_engine=by_engine)
 
 
 def _slot_turns(schedule: Schedule, options: Options, gpus: _Gpus) -> dict[int, int]:

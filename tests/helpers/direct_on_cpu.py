@@ -219,7 +219,8 @@ def refit(
     import_no_cuda()
     torch.cuda.Stream, torch.cuda.Event = Stream, Event  # type: ignore[misc, assignment]
     torch.cuda.device = lambda device: nullcontext()  # type: ignore[assignment, misc]
-    torch.cuda.current_device, torch.cuda.get_device_properties = lambda: 0, MagicMock()  # type: ignore[assignment]
+    torch.cuda.current_device = lambda: 0  # type: ignore[assignment]
+    torch.cuda.get_device_properties = lambda device: MagicMock(multi_processor_count=132, major=9, minor=0)  # type: ignore[assignment, misc]
     torch.cuda.current_stream = lambda device=None: Stream()  # type: ignore[assignment, misc]
     from mcore_reshard.kernels.transports.direct import chain, ends, pull, pushes, slots
 
@@ -283,12 +284,12 @@ def refit(
 
 def _described(end: Any) -> str:
     name = type(end).__name__
-    if name == "Source" and end._pushes is not None:
-        return "Source that pushes"
+    pushes = getattr(end, "_pushes", None)
+    copies = [*pushes._plain.values()] if pushes is not None else []
+    if name == "Source" and pushes is not None:
+        name += " that pushes" if not pushes._cast else " that pushes casts" if not copies else " that pushes all"
     if name == "Reader":
         copies = [end._copies, *(each.copies for each in end._slots._rounds)]
-    else:
-        copies = [*end._pushes._plain.values()] if name in ("ChainSource", "Replica") and end._pushes else []
     if any(each._engine is not None for each in copies):
         name += " with an engine"
     return f"{name} that is written" if name.startswith("Reader") and end._target is not None else name

@@ -81,10 +81,56 @@ def test_where_readers_would_meet_no_engine_helps(monkeypatch: pytest.MonkeyPatc
     assert refitted(MOE, engine=True, apart=True)[1] == ["Source"] * 2 + ["Reader"] * 2
 
 
-def test_what_others_write_beside_an_engine() -> None:
-    """Each trainer is on the GPU of an engine rank, and writes what it casts, while engines read the rest."""
-    ends = ["Source that pushes"] * 2 + ["Reader with an engine that is written"] * 2
-    assert refitted(CAST_TO_TWO, engine=True, gpus=(0, 1, 0, 1))[1] == ends
+@pytest.mark.parametrize("engine", [False, True], ids=["kernels", "engines"])
+@pytest.mark.parametrize(
+    ("case", "gpus", "pushes"),
+    [
+        (MOE, (0, 1, 0, 1), "that pushes"),
+        (DENSE, (0, 1, 2, 3, 0, 1, 2, 3), "that pushes"),
+        (PIPELINED, (0, 0, 1, 1, 0, 1), "that pushes"),
+        (CAST_TO_TWO, (0, 1, 0, 1), "that pushes all"),
+        (FOUR_CAST_TO_TWO, (0, 1, 2, 3, 0, 3), "that pushes all"),
+        (NARROWED, (0, 1, 1), "that pushes casts"),
+        (STACKED, (0, 1, 1, 0), "that pushes casts"),
+    ],
+    ids=str,
+)
+def test_trainers_push_everything_to_readers_on_their_gpus(
+    case: Case, gpus: tuple[int, ...], pushes: str, engine: bool
+) -> None:
+    """Readers get bytes from their own GPU and from others. No engine takes what stays on a GPU."""
+    train = len(gpus) - case.plan().gen.world
+    source, reader = f"Source {pushes}", "Reader that is written"
+    names, ends = refitted(case, engine=engine, gpus=gpus)
+    assert names == ["direct"] * len(gpus)
+    assert {end.removesuffix(" with an engine") for end in ends[:train]} == {source}
+    helped = engine and "casts" not in pushes  # where something is pushed as it lies
+    assert any(end.endswith("engine") for end in ends[:train]) == helped
+    assert ends[train:] == [reader] * (len(gpus) - train)
+
+
+@pytest.mark.parametrize(
+    ("how", "reader"),
+    [
+        ({"sleeping": {0, 1}, "engine": True}, "Reader with an engine"),
+        ({"sleeping": {0, 1}}, "Reader"),
+        ({"checksums": True, "engine": True}, "Reader"),
+    ],
+    ids=["sleep", "sleep, kernels", "checksums"],
+)
+@pytest.mark.parametrize("case", [MOE, CAST_TO_TWO], ids=str)
+def test_readers_that_cannot_be_written_pull_also_on_their_sources_gpus(
+    case: Case, how: dict[str, Any], reader: str
+) -> None:
+    assert refitted(case, gpus=(0, 1, 0, 1), **how)[1] == ["Source"] * 2 + [reader] * 2
+
+
+@pytest.mark.parametrize("case", [MOE, CAST_TO_TWO], ids=str)
+def test_trainers_push_to_one_reader_while_another_pulls(case: Case) -> None:
+    """The first engine rank is on a trainer's GPU, the second one has a GPU of its own."""
+    ends = refitted(case, engine=True, gpus=(0, 1, 0, 2))[1]
+    assert ends[2:] == ["Reader that is written", "Reader with an engine"]
+    assert all(end.startswith("Source that pushes") for end in ends[:2])
 
 
 @pytest.mark.parametrize("case", [CAST_TO_TWO, PIPELINED_CAST, FOUR_CAST_TO_TWO, NARROWED, STACKED], ids=str)
@@ -96,14 +142,17 @@ def test_engines_take_one_source_after_another_also_of_what_is_cast(case: Case) 
 
 def test_where_readers_would_meet_trainers_write_what_they_cast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns, "_STILL_FASTER", 0.0)
-    ends = ["Source that pushes"] * 2 + ["Reader that is written"] * 2
+    ends = ["Source that pushes casts"] * 2 + ["Reader that is written"] * 2
     assert refitted(CAST_TO_TWO, engine=True, apart=True)[1] == ends
 
 
 @pytest.mark.parametrize("case", [PIPELINED_CAST, CAST_TO_TWO, NARROWED, STACKED], ids=str)
 def test_a_trainer_pushes_what_it_casts(case: Case) -> None:
     plan = case.plan()
-    assert refitted(case)[1] == ["Source that pushes"] * plan.train.world + ["Reader that is written"] * plan.gen.world
+    assert (
+        refitted(case)[1]
+        == ["Source that pushes casts"] * plan.train.world + ["Reader that is written"] * plan.gen.world
+    )
 
 
 @pytest.mark.parametrize(
@@ -117,7 +166,7 @@ def test_some_readers_pull_casts_through_slots(how: dict[str, Any]) -> None:
 
 
 def test_a_source_casts_for_readers_of_both_kinds() -> None:
-    ends = ["Source that pushes"] * 2 + ["Reader", "Reader that is written"]
+    ends = ["Source that pushes casts"] * 2 + ["Reader", "Reader that is written"]
     assert refitted(CAST_TO_TWO, sleeping={0})[1] == ends
 
 

@@ -63,10 +63,11 @@ def end_of(kind: Any, signals: Any, **parts: Any) -> Any:
     end = kind.__new__(kind)
     nothing = (
         *("settling", "settled", "casting", "reading", "pulling", "pushing", "stream", "copies", "pulled", "pushed"),
-        *("table", "mappings", "plain", "cast", "engine_stream"),
+        *("table", "mappings", "plain", "cast"),
     )
     stand_in = MagicMock()
-    parts = dict.fromkeys(nothing, stand_in) | {"signals": signals, "device": None, "bound": MagicMock()} | parts
+    parts = {"signals": signals, "device": None, "bound": MagicMock(), "engine_streams": [stand_in]} | parts
+    parts = dict.fromkeys(nothing, stand_in) | parts
     vars(end).update({f"_{name}": part for name, part in parts.items()})
     return end
 

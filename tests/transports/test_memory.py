@@ -135,7 +135,7 @@ COUNTED: dict[tuple[str, str, bool, tuple[Any, ...]], dict[str, list[RankMemory]
 
 def counted_for(file: str, case: Case, *, checksums: bool) -> dict[str, list[RankMemory]]:
     """By transport, both worlds together; each workload is counted once."""
-    patched = memory.has_slots, memory.ENGINE_SHARE, memory.ENGINE_STREAMS, planner._LARGEST_OF_SMALL_MODELS
+    patched = memory.what_is_pushed, memory.ENGINE_SHARE, memory.ENGINE_STREAMS, planner._LARGEST_OF_SMALL_MODELS
     patched += (engine_rows.LEAST_BYTES,)
     key = file, case.name, checksums, patched
     if key not in COUNTED:
@@ -169,7 +169,7 @@ def test_gpus_held_what_is_counted(
         monkeypatch.setattr(memory, "ENGINE_SHARE", 0.0)
     if row["date"] < "2026-11-27":  # before copy engines took several streams, and trainers pushed what they cast
         monkeypatch.setattr(memory, "ENGINE_STREAMS", 1)
-        monkeypatch.setattr(memory, "has_slots", lambda cast, checksums, by_engine: True)
+        monkeypatch.setattr(memory, "what_is_pushed", lambda is_mutual, by_engine: "nothing")
     if file != "refit-x4-h100":  # before copy engines took rows of less than a MiB
         monkeypatch.setattr(engine_rows, "LEAST_BYTES", 1 << 20)
     if row["date"] < "2026-11-26":  # before small models were cut finer
@@ -265,15 +265,16 @@ def test_trainers_hold_slots_for_readers_that_a_copy_engine_helps_with_all_sourc
     )
     shared, apart = (parse_topology(machine, 1, 1) for machine in ("h200-8,shared", "h200-8,gpus=2"))
 
-    def scratch(plan: Plan, **how: Any) -> list[bool]:
+    def scratch(plan: Plan, *, is_mutual: bool = False, **how: Any) -> list[bool]:
         held = session_memory(plan, **how).transports["direct"]
-        assert all(rank.tables > 0 for ranks in held.values() for rank in ranks)
+        assert all(rank.tables > 0 for rank in held["train"])
+        assert all((rank.tables > 0) != is_mutual for rank in held["gen"])
         return [rank.scratch > 0 for rank in held["train"]]
 
     assert scratch(alone) == [True] and scratch(several) == [True, True]
     assert scratch(alone, topology=apart) == [True] and scratch(alone, topology=shared) == [False]
     with_one = parse_topology("h200-8,shared", 2, 1)
-    assert scratch(several, topology=with_one) == [False, False]
+    assert scratch(several, topology=with_one, is_mutual=True) == [False, False]
     assert scratch(several, topology=with_one, options=Options(checksums=True)) == [True, True]
 
 

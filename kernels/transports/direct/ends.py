@@ -51,11 +51,11 @@ from .pull import DirectOptions, Pull, check_sums, engine_helps, parameter_of
 from .pushes import Pushes, Target
 from .shared_memory import addresses_of, fetch_exports, share_memory
 from .slots import SlotReader, SlotSource
-from .staging import has_slots, parted, with_other_end
-from .turns import engine_turns, publish_readers
+from .staging import PUSHED_PARTS, PushedPart, parted, what_is_pushed, with_other_end
+from .turns import engine_turns, may_use_engine, publish_readers
 
-# Of the keys under which readers say whether sources write what they cast, and where.
-_WRITTEN, _CASTS = "written/", "casts/"
+# Of the keys under which readers say what sources push to them, and where.
+_PUSHED, _TARGETS = "pushed/", "targets/"
 
 
 class Source:
@@ -63,7 +63,9 @@ class Source:
 
     written_bytes = 0
 
-    def __init__(self, bound: BoundSchedule, signals: PeerSignals, scratch_bytes: int, kept: Kept) -> None:
+    def __init__(
+        self, bound: BoundSchedule, signals: PeerSignals, scratch_bytes: int, options: DirectOptions, kept: Kept
+    ) -> None:
         self._device = bound.device or torch.device("cuda", torch.cuda.current_device())
         self._signals = signals
         self._settling = EventWait(signals, "what was queued before the refit")
@@ -75,19 +77,24 @@ class Source:
         parse = partial(open_event, device=self._device)
         self._read = {peer: signals.fetch(peer, parse) for peer in signals.peers}  # happened: the last pull has ended
         plain, cast = parted(bound.schedule)
-        written = {peer for peer in cast.peers if signals.fetch(peer, _parse_written, prefix=_WRITTEN)}
-        self._slots = SlotSource(bound, cast.with_peers(cast.peers - written), signals, scratch_bytes)
+        said = {peer: signals.fetch(peer, _parse_pushed, prefix=_PUSHED) for peer in signals.peers}
+
+        def those(*ways: PushedPart) -> set[int]:
+            return {peer for peer, pushed in said.items() if pushed in ways}
+
+        pulled, slotted = plain.with_peers(those("nothing", "casts")), cast.with_peers(those("nothing"))
+        pushed = plain.with_peers(those("all")), cast.with_peers(those("all", "casts"))
+        self._slots = SlotSource(bound, slotted, signals, scratch_bytes)
         problems = tuple(self._slots.problems)
-        executed = Executed(bound, buckets=self._slots.buckets, exposed=plain, device_problems=problems)
+        executed = Executed(bound, buckets=self._slots.buckets, exposed=pulled, device_problems=problems)
         self.executed: tuple[Executed, ...] = (executed,)
         self.bound = (bound,)
         self.scratch_bytes, self.table_bytes = self._slots.scratch_bytes, self._slots.table_bytes
         self._pushes: Pushes | None = None
-        if written:
+        if pushed[0].peers | pushed[1].peers:
             with ExitStack() as opened:
                 opened.callback(self._slots.close)
-                pushed = bound.rows(cast.with_peers(written))
-                self._pushes = Pushes.of_casts(pushed, signals, kept, prefix=_CASTS)
+                self._pushes = Pushes.at_once(bound, pushed, signals, kept, options, prefix=_TARGETS)
                 opened.pop_all()
             self.executed += self._pushes.executed
             self.table_bytes += self._pushes.table_bytes
@@ -153,25 +160,30 @@ class Reader:
             exports = fetch_exports(signals, kept, signals.peers)
             gpus = {rank: {block.gpu for block in exported.allocations} for rank, exported in exports.items()}
             plain, cast = parted(schedule)
-            helps = engine_helps(schedule, options)
-            by_engine = engine_turns(schedule, gpus, gpu_of(device), signals, helps=helps)
+            own, sources = gpu_of(device), {gpu for of_rank in gpus.values() for gpu in of_rank}
+            is_mutual = own in sources and len(sources) > 1
+            may_push = (is_mutual or bool(cast.peers)) and _may_be_written(bound, cast, options, kept)
+            helps = engine_helps(schedule, options) and not (is_mutual and may_push)
+            by_engine = engine_turns(schedule, gpus, own, signals, helps=helps)
             helps_with_all = by_engine.keys() == gpus.keys()
-            is_written = _may_be_written(bound, cast, options, kept, by_engine=helps_with_all)
-            self._table = peer_table(plain)
-            signals.publish(is_written, prefix=_WRITTEN)
-            if is_written:
-                self._target = Target(bound, [cast], signals, kept, prefix=_CASTS)
+            pushed = what_is_pushed(is_mutual=is_mutual, by_engine=helps_with_all) if may_push else "nothing"
+            signals.publish(pushed, prefix=_PUSHED)
+            parts = {"all": [plain, cast], "casts": [cast], "nothing": []}[pushed]
+            if parts:
+                self._target = Target(bound, parts, signals, kept, prefix=_TARGETS)
                 cast = cast.with_peers(())
+            if pushed == "all":
+                plain = plain.with_peers(())
+            self._table = peer_table(plain)
             self._slots = SlotReader(
                 bound, cast, signals, self._slot_mappings, self._stream, engine_streams[0], options,
                 by_engine if helps_with_all else {},
             )  # fmt: skip
             addresses = addresses_of(self._table, bound, exports, self._mappings)
-            sources = {gpu for of_rank in gpus.values() for gpu in of_rank}
             # Tile by tile in a relay: two replicas that meet at a source for long are both slow. Also with a source on
             # the reader's own GPU: its tiles are copied while the links are busy.
-            own_gpu = sources == {gpu_of(device)}
-            by_tile = schedule.relayed or schedule.between_replicas or gpu_of(device) in sources
+            own_gpu = sources == {own}
+            by_tile = schedule.relayed or schedule.between_replicas or own in sources
             shape = options.shape or (own_gpu_shape(device) if own_gpu else KernelShape())
             if schedule.relayed:  # half the CTAs on the first hop: its loads hold up the second hop's
                 shape = replace(shape, ctas=-(-shape.ctas // 2))
@@ -245,15 +257,13 @@ class Reader:
             mappings.close(is_used=is_used)
 
 
-def _may_be_written(
-    bound: BoundSchedule, cast: Schedule, options: DirectOptions, kept: Kept, *, by_engine: bool
-) -> bool:
-    """Whether training ranks write what they cast straight into a rank's memory.
+def _may_be_written(bound: BoundSchedule, cast: Schedule, options: DirectOptions, kept: Kept) -> bool:
+    """Whether training ranks may write straight into a rank's memory.
 
-    Not where slots are better; nor where they cannot: vLLM's sleep mode, for one, has the weights in memory that no other
-    process can map. `by_engine`: whether a copy engine takes its share of what the rank gets from each source.
+    Not where replicas pass weights on, nor with checksums. Nor where they cannot: vLLM's sleep mode, for one, has the weights in
+    memory that no other process can map.
     """
-    if not cast.peers or has_slots(cast, checksums=options.checksums, by_engine=by_engine) or not _has_rows(cast):
+    if not may_use_engine(bound.schedule, checksums=options.checksums) or not _has_rows(cast):
         return False
     try:
         kept.export(bound.by_name)
@@ -269,7 +279,7 @@ def _has_rows(cast: Schedule) -> bool:
     return all(cast.strided_boxes[box].strides[-1:] in ((), (1,)) for boxes in used for box in boxes)
 
 
-def _parse_written(said: Any) -> bool:
-    if not isinstance(said, bool):
-        raise ValueError("neither true nor false")
-    return said
+def _parse_pushed(said: Any) -> PushedPart:
+    if said not in PUSHED_PARTS:
+        raise ValueError(f"none of {', '.join(PUSHED_PARTS)}")
+    return PUSHED_PARTS[PUSHED_PARTS.index(said)]

@@ -64,7 +64,7 @@ class DirectExecutor:
             elif chain is not None:
                 self._end = ChainSource(bound, self._signals, options, kept)
             elif bound.schedule.world == "train":
-                self._end = Source(bound, self._signals, scratch_bytes, kept)
+                self._end = Source(bound, self._signals, scratch_bytes, options, kept)
             else:
                 self._end = Reader(bound, self._signals, options, kept)
         except BaseException:

@@ -26,7 +26,6 @@ from mcore_reshard.kernels.copies.tensors import gpu_of
 from mcore_reshard.kernels.cuda.cast_tiles import cut_rounds
 from mcore_reshard.kernels.cuda.copy_kernel import DeviceGather, KernelShape, own_gpu_shape
 from mcore_reshard.kernels.cuda.device_memory import is_plain
-from mcore_reshard.kernels.cuda.engine_rows import ALL_ROWS
 from mcore_reshard.kernels.cuda.executed_tiles import NameOf, PlacedCopies, computed_problems, tile_problems
 from mcore_reshard.kernels.cuda.exported import Export
 from mcore_reshard.kernels.cuda.streams import forked
@@ -41,7 +40,7 @@ from .peer_signals import PeerSignals, Signal
 from .pull import DirectOptions, Pull, has_engine, parameter_of
 from .shared_memory import addresses_of, fetch_exports, share_memory
 from .staging import PUSHED_TILE_BYTES
-from .waves import waves_of
+from .waves import push_share, push_turns, waves_of
 
 # Called when a wave is queued: it has been pushed, with all waves before, when these events have happened.
 Pushed = Callable[[Sequence[torch.cuda.Event]], None]
@@ -68,8 +67,11 @@ class Pushes:
         device = bound.device or torch.device("cuda", torch.cuda.current_device())
         self._signals = signals
         self.peers: Set[int] = parts[0].peers | parts[1].peers  # that it writes to
-        # A single stream for the copy engine, which of several would take one to its end before it goes on with others.
-        self._stream, self._engine_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        count = 1 + max(int(wave.max(initial=0)) for wave in waves)
+        share, streams = push_share(count, options.engine_share)
+        if has_engine(options):
+            options = replace(options, engine_share=share)
+        self._stream, *self._engine_streams = (torch.cuda.Stream(device) for _ in range(1 + streams))
         self._pushed = torch.cuda.Event()
         self._mappings = kept.mappings(device)
         self._pushing = EventWait(signals, "the push")
@@ -80,7 +82,7 @@ class Pushes:
                 _Part.of(bound.rows(part), wave, exports, self._mappings)
                 for part, wave in zip(parts, waves, strict=True)
             )
-            self._plain, found = _plain_waves(plain, device, options, gpus, self._engine_stream)
+            self._plain, found = _plain_waves(plain, device, options, gpus, self._engine_streams)
             self._cast, of_casts = _cast_waves(cast, device)
         except BaseException:
             self._mappings.close()
@@ -93,11 +95,19 @@ class Pushes:
         )
 
     @classmethod
-    def of_casts(cls, bound: BoundSchedule, signals: PeerSignals, kept: Kept, *, prefix: str) -> Pushes:
-        """All of a schedule, which is cast, at once."""
-        parts = bound.schedule.with_peers(()), bound.schedule
-        waves = waves_of(parts, dict.fromkeys(bound.schedule.peers, 1))
-        return cls(bound, parts, waves, signals, kept, DirectOptions(), prefix=prefix)
+    def at_once(
+        cls,
+        bound: BoundSchedule,
+        parts: tuple[Schedule, Schedule],
+        signals: PeerSignals,
+        kept: Kept,
+        options: DirectOptions,
+        *,
+        prefix: str,
+    ) -> Pushes:
+        """All in one wave."""
+        waves = waves_of(parts, dict.fromkeys(parts[0].peers | parts[1].peers, 1))
+        return cls(bound, parts, waves, signals, kept, options, prefix=prefix)
 
     def prepare(self, settled: torch.cuda.Event) -> None:
         """Queue what may happen before others may be written, once `settled` has happened: scales of casts."""
@@ -119,13 +129,13 @@ class Pushes:
 
     def launch(self, waves: Iterable[int], pushed: Pushed = lambda events: None) -> None:
         """Queue waves as they come. `pushed` is called for each of them."""
-        with forked(self._stream, [self._engine_stream]):
+        with forked(self._stream, self._engine_streams):
             for wave in waves:
                 if wave in self._plain:
                     self._plain[wave].queue(self._stream)
                 if wave in self._cast:
                     self._cast[wave].launch_copies(self._stream)
-                pushed([self._stream.record_event(), self._engine_stream.record_event()])
+                pushed([stream.record_event() for stream in (self._stream, *self._engine_streams)])
 
     def end(self) -> None:
         """Wait until all pushes have ended."""
@@ -173,7 +183,7 @@ def _plain_waves(
     device: torch.device,
     options: DirectOptions,
     gpus: Mapping[int, Collection[str]],
-    engine_stream: torch.cuda.Stream,
+    engine_streams: Sequence[torch.cuda.Stream],
 ) -> tuple[dict[int, Pull], list[str]]:
     """Bytes as they lie here: (the copies of each wave, how what the device and the driver are told differs from the table).
 
@@ -181,21 +191,21 @@ def _plain_waves(
     at a time: one that does both takes twice as long.
     """
     own, rank = gpu_of(device), part.bound.schedule.rank
-    far = [peer for peer, of_peer in sorted(gpus.items()) if own not in of_peer]
+    far = [peer for peer, of_peer in gpus.items() if own not in of_peer]
     # In virtual memory a row may go through several allocations.
     helps = has_engine(options) and all(map(is_plain, part.bound.tensors))
-    # To one after the other in each wave: ranks that push to the same ones begin with another one each.
-    turns = {peer: (number - rank) % len(far) for number, peer in enumerate(far)} if helps else {}
+    turns = push_turns(rank, far) if helps else {}
     own_gpu = not far
     shape = options.shape or (own_gpu_shape(device) if own_gpu else KernelShape())
-    options = replace(options, engine_share=ALL_ROWS if helps else 0.0)
+    if not helps:
+        options = replace(options, engine_share=0.0)
     waves: dict[int, Pull] = {}
     problems: list[str] = []
     for number, rows in part.by_wave():
         copies = waves[number] = Pull(
             part.table.copies[rows], part.addresses, device, shape, options,
             peer=part.table.peer[rows], by_engine=turns, first=rank, together=1, own_gpu=own_gpu,
-            engine_streams=[engine_stream],
+            engine_streams=engine_streams,
         )  # fmt: skip
         problems += tile_problems(copies.read_back(), *part.expected(rows))
     return waves, problems

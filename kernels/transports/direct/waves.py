@@ -17,6 +17,7 @@ import numpy as np
 
 from mcore_reshard.kernels.copies.copy_table import Ints
 from mcore_reshard.kernels.copies.peer_table import joined_transfers
+from mcore_reshard.kernels.cuda.engine_rows import ALL_ROWS, ENGINE_STREAMS
 from mcore_reshard.planner.plan.schedule import Schedule
 
 MOST_WAVES = 256
@@ -28,6 +29,20 @@ _BYTES = 1_650_000
 def waves_for(nbytes: int) -> int:
     """The number of waves of a replica that gets so many bytes."""
     return max(1, min(MOST_WAVES, isqrt(nbytes // _BYTES)))
+
+
+def push_turns(rank: int, far: Sequence[int]) -> dict[int, int]:
+    """In which turn of a wave a rank pushes to each of the `far` ones. Ranks that push to the same begin with another one each."""
+    return {peer: (number - rank) % len(far) for number, peer in enumerate(sorted(far))}
+
+
+def push_share(waves: int, of_one: float) -> tuple[float, int]:
+    """(the copy engine's share of what is pushed in so many waves, its streams).
+
+    One wave is like a pull, of which it takes `of_one`. Of several streams it would take one to its end before it goes on with
+    others, so several waves go over a single one.
+    """
+    return (of_one, ENGINE_STREAMS) if waves == 1 else (ALL_ROWS, 1)
 
 
 def waves_of(parts: Sequence[Schedule], counts: Mapping[int, int]) -> list[Ints]:
