@@ -109,7 +109,7 @@ def pushes_of(signals: Any, peers: Any) -> Any:
 def target_of(signals: Any, peers: Any) -> Any:
     from mcore_reshard.kernels.transports.direct import pushes
 
-    return end_of(pushes.Target, signals, run=0, left=set(), peers=peers, is_overdue=False)
+    return end_of(pushes.Target, signals, run=0, left=set(), peers=peers, is_overdue=False, not_done=None)
 
 
 def end_and_signals(number: int, address: str, plan: Plan, sleeping: frozenset[int] = frozenset()) -> tuple[Any, Any]:
@@ -444,7 +444,9 @@ def lose_a_source_while_written(number: int, address: str, plan: Plan, lost: str
     if name == lost:
         store.wait(["writing"])
         end._pushes.end = MagicMock(side_effect=OSError("on fire"))
-    elif name != "gen:0":
+    elif name == "gen:0":  # the other one's event does not happen in time
+        end._target._pushing = SimpleNamespace(wait=lambda events, begin, when_late: when_late())
+    else:
         end._pushes._pushing.wait = write
     try:
         if name != lost or is_ready:
@@ -457,6 +459,25 @@ def lose_a_source_while_written(number: int, address: str, plan: Plan, lost: str
     store.set(f"over/{number}", "")
     store.wait([f"over/{other}" for other in range(3)])
     return said
+
+
+def leave_when_written(number: int, address: str, plan: Plan) -> str:
+    """Readers see by an event that everything has landed, and leave before their sources say so."""
+    signals, end = end_and_signals(number, address, plan)
+    store, ranks = signals.store, plan.train.world + plan.gen.world
+    if number < plan.train.world:
+        end._pushes.end = lambda: store.wait([f"left/{other}" for other in range(plan.train.world, ranks)])
+    end.run(1)
+    if number >= plan.train.world:
+        signals.close()
+        store.set(f"left/{number}", "")
+    store.set(f"over/{number}", "")
+    store.wait([f"over/{other}" for other in range(ranks)])
+    return "over"
+
+
+def test_readers_may_leave_before_they_hear_that_everything_is_written() -> None:
+    assert values(run_ranks(4, leave_when_written, TWO_READERS.plan(), timeout_s=60.0)) == ["over"] * 4
 
 
 @pytest.mark.parametrize("is_ready", [False, True])

@@ -8,15 +8,16 @@ Each pair of ranks orders its reads by signals of 24 bytes, over CPU connections
 So no reader reads a source before it is ready, and the source may be overwritten as soon as its `run` returns. The source
 waits for DONE only if a pull takes long: when a reader dies its connection closes, but its event never happens.
 
-Weights that are cast on the way, and their scales, are written by the source, while everything else is pulled (see `pushes`):
+Weights that are cast on the way, and their scales, are pushed by the source, while everything else is pulled. Where GPUs would
+read each other, everything is pushed (see `pushes` and `what_is_pushed`):
 
-    reader    READY: it may be written                           pulls the rest
-    source                                casts into it, READY                     DONE
+    reader    READY: it may be written                           pulls the rest      returns when the event has happened
+    source                                pushes, records its event, READY                    DONE
 
-Readers that a copy engine helps with all their sources, and some others, pull them out of slots at the source instead (see
-`has_slots` and `slots`), after everything else: the first ones are cast meanwhile. When all casts are done the source says CAST,
-since the event of a source that dies never happens. On a GPU that both share, readers pull everything else last, after CAST:
-work that waits on the GPU takes turns there from those who cast.
+Readers that a copy engine helps with all their sources, and those whose memory nobody can map, pull what is cast out of slots at
+the source instead (see `slots`), after everything else: the first ones are cast meanwhile. When all casts are done the source says
+CAST, since the event of a source that dies never happens. On a GPU that both share, readers pull everything else last, after
+CAST: work that waits on the GPU takes turns there from those who cast.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ class Source:
             self._signals.tell(run, Signal.CAST, readers)
         if self._pushes is not None:
             self._pushes.end()
-            self._signals.tell(run, Signal.DONE, self._pushes.peers)
+            self._signals.tell_last(run, Signal.DONE, self._pushes.peers)
         self._signals.hear(run, Signal.STARTED)
         self._not_done = run
         self._reading.wait(self._read, self._slots.began, when_late=self._hear_done)
@@ -187,6 +188,8 @@ class Reader:
             shape = options.shape or (own_gpu_shape(device) if own_gpu else KernelShape())
             if schedule.relayed:  # half the CTAs on the first hop: its loads hold up the second hop's
                 shape = replace(shape, ctas=-(-shape.ctas // 2))
+            if self._target is not None:
+                self._target.fetch_events()
             self._copies = Pull(
                 self._table.copies, addresses, device, shape, options,
                 peer=self._table.peer, by_engine=by_engine, first=schedule.rank,
@@ -222,6 +225,7 @@ class Reader:
         self.written_bytes = 0
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         if self._target is not None:
+            self._target.hear_done()  # of the run before: it came long ago
             self._target.settle()
             self._target.await_settled()
             self.written_bytes = self._bound.nbytes
@@ -238,7 +242,7 @@ class Reader:
             self._signals.hear(run, Signal.CAST, self._slots.sources)
         self._pulling.wait(dict.fromkeys(self._signals.peers, self._pulled), self._began)
         if self._target is not None:
-            self._target.end(run)
+            self._target.await_pushed(run, self._began)
         self._signals.tell_last(run, Signal.DONE)
         check_sums(self._bound, self._table, self._copies.damaged(), self._signals)
         self._slots.check_sums()

@@ -48,7 +48,7 @@ class PeerSignals:
         self._group = connect_group(FailFastStore("words", store), bound.schedule, timeout_s)
         self._posted: dict[int, tuple[torch.Tensor, GlooMessage | PeerLostError]] = {}
         # Last signals. Handles are kept until these have come: gloo sends no message whose handle is gone.
-        self._unawaited: dict[int, GlooMessage] = {}
+        self._unawaited: dict[int, tuple[int, GlooMessage]] = {}  # with the run
         self._listen(self.peers)
 
     @property
@@ -78,14 +78,14 @@ class PeerSignals:
         for message in [self._send(run, signal, peer) for peer in (self.peers if peers is None else peers)]:
             message.wait()
 
-    def tell_last(self, run: int, signal: int) -> None:
-        """Send the last `signal` of a run to all peers, and wait for none: who has left by now needs it no more.
+    def tell_last(self, run: int, signal: int, peers: Collection[int] | None = None) -> None:
+        """Send the last `signal` of a run to `peers`, by default all, and wait for none: who has left by now needs it no more.
 
         gloo may not notice for long that the receiver of a message has left. Peers begin the next run once it has come.
         """
-        for peer in self.peers:
+        for peer in self.peers if peers is None else peers:
             with suppress(PeerLostError):
-                self._unawaited[peer] = self._send(run, signal, peer)
+                self._unawaited[peer] = run, self._send(run, signal, peer)
 
     def _send(self, run: int, signal: int, peer: int) -> GlooMessage:
         until = time.monotonic_ns() + int(1e9 * self.timeout_s)
@@ -125,9 +125,13 @@ class PeerSignals:
         buffer, message = self._posted[peer]
         assert isinstance(message, GlooMessage)
         message.wait(timeout_s)
-        if (last := self._unawaited.pop(peer, None)) is not None:  # it has come
-            last.drop()
-        return _MESSAGE.unpack(buffer.numpy().tobytes())  # type: ignore[return-value]
+        heard: tuple[int, int, int] = _MESSAGE.unpack(buffer.numpy().tobytes())  # type: ignore[assignment]
+        if (last := self._unawaited.get(peer)) is not None and last[0] < heard[
+            0
+        ]:  # it has come: the peer has begun the next run
+            del self._unawaited[peer]
+            last[1].drop()
+        return heard
 
     def close(self) -> None:
         self._posted.clear()

@@ -3,7 +3,8 @@
     who is written   READY: all that it had queued is done; bytes land already                               hears DONE
     who pushes                                 queues its waves                     they have ended: DONE
 
-Training ranks push what they cast, unless it goes through `slots`. Along a chain of replicas everything is pushed (see `chain`).
+Training ranks push what they cast, unless it goes through `slots`, and everything to GPUs that would read each other. Then who is
+written need not wait for DONE: an event says so earlier. Along a chain of replicas everything is pushed, too (see `chain`).
 A rank that fails ends its own pushes before it closes its connections, so that its peers know that they are written no more.
 """
 
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -28,6 +30,7 @@ from mcore_reshard.kernels.cuda.copy_kernel import DeviceGather, KernelShape, ow
 from mcore_reshard.kernels.cuda.device_memory import is_plain
 from mcore_reshard.kernels.cuda.executed_tiles import NameOf, PlacedCopies, computed_problems, tile_problems
 from mcore_reshard.kernels.cuda.exported import Export
+from mcore_reshard.kernels.cuda.ipc import export_event, open_event, withdraw_event
 from mcore_reshard.kernels.cuda.streams import forked
 from mcore_reshard.kernels.cuda.tiles import interleaved
 from mcore_reshard.kernels.errors import DeadlineError, TransferError
@@ -42,6 +45,7 @@ from .shared_memory import addresses_of, fetch_exports, share_memory
 from .staging import PUSHED_TILE_BYTES
 from .waves import push_share, push_turns, waves_of
 
+_EVENTS = "events/"  # of the keys under which a rank that pushes at once publishes its event
 # Called when a wave is queued: it has been pushed, with all waves before, when these events have happened.
 Pushed = Callable[[Sequence[torch.cuda.Event]], None]
 
@@ -72,7 +76,7 @@ class Pushes:
         if has_engine(options):
             options = replace(options, engine_share=share)
         self._stream, *self._engine_streams = (torch.cuda.Stream(device) for _ in range(1 + streams))
-        self._pushed = torch.cuda.Event()
+        self._pushed = torch.cuda.Event(interprocess=True)
         self._mappings = kept.mappings(device)
         self._pushing = EventWait(signals, "the push")
         try:
@@ -105,9 +109,11 @@ class Pushes:
         *,
         prefix: str,
     ) -> Pushes:
-        """All in one wave."""
+        """All in one wave. Who is written can see on the GPU when it has ended."""
         waves = waves_of(parts, dict.fromkeys(parts[0].peers | parts[1].peers, 1))
-        return cls(bound, parts, waves, signals, kept, options, prefix=prefix)
+        made = cls(bound, parts, waves, signals, kept, options, prefix=prefix)
+        signals.publish(export_event(made._pushed, made._stream.device), prefix=_EVENTS)
+        return made
 
     def prepare(self, settled: torch.cuda.Event) -> None:
         """Queue what may happen before others may be written, once `settled` has happened: scales of casts."""
@@ -136,14 +142,15 @@ class Pushes:
                 if wave in self._cast:
                     self._cast[wave].launch_copies(self._stream)
                 pushed([stream.record_event() for stream in (self._stream, *self._engine_streams)])
+        self._pushed.record(self._stream)
 
     def end(self) -> None:
         """Wait until all pushes have ended."""
-        self._pushed.record(self._stream)
         self._pushing.wait(dict.fromkeys(self.peers, self._pushed))
 
     def close(self) -> None:
         """End all pushes, and unmap what they write."""
+        withdraw_event(self._pushed)
         is_used = True
         try:
             is_used = not EventPoller(CLOSE_S).until(self._stream.query)
@@ -252,10 +259,18 @@ class Target:
         self._peers = frozenset[int]().union(*(part.peers for part in parts))
         self._settling = EventWait(signals, "what was queued before the refit")
         self._settled = torch.cuda.Event()
+        self._pushing = EventWait(signals, "the push")
+        self._pushed: dict[int, torch.cuda.Event] = {}  # happened: a peer's last push has ended
+        self._not_done: int | None = None  # the run whose DONE has not been received yet
         self._run, self._left = 0, set[int]()  # the last run, and who may write here still
         self._is_overdue = False  # a wait was: then gloo has closed its connection, and the writer may not know it yet
         share_memory(signals, kept, bound.by_name, prefix=prefix)
         self.executed = tuple(Executed(bound.rows(part), exposed=part) for part in parts)
+
+    def fetch_events(self) -> None:
+        """Get the events of those who push here at once."""
+        parse = partial(open_event, device=self._device)
+        self._pushed = {peer: self._signals.fetch(peer, parse, prefix=_EVENTS) for peer in self._peers}
 
     def settle(self) -> None:
         """Note what is queued on the caller's stream by now."""
@@ -278,8 +293,20 @@ class Target:
             self._is_overdue = True
             raise
 
+    def await_pushed(self, run: int, begin: float) -> None:
+        """Wait for the events of those who push here at once since `begin`; for their words, if that takes long."""
+        self._not_done = run
+        self._pushing.wait(self._pushed, begin, when_late=self.hear_done)
+        self._left.clear()
+
+    def hear_done(self) -> None:
+        """Hear what those who push here said when they were done, in the last run."""
+        run, self._not_done = self._not_done, None
+        if run is not None:
+            self.end(run)
+
     def end(self, run: int) -> None:
-        """Wait until others have written everything."""
+        """Wait until others say that they have written everything."""
         for peer in self._peers:
             self.hear(run, Signal.DONE, [peer])
             self._left.discard(peer)
