@@ -37,7 +37,7 @@ from mcore_reshard.kernels.errors import DeadlineError, PeerLostError, SessionEr
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.store_keys import FailFastStore
 from mcore_reshard.kernels.transports.direct import turns
-from mcore_reshard.planner.plan.schedule import OtherEndView, Schedule
+from mcore_reshard.planner.plan.schedule import OtherEndView, Schedule, World
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1)]
 direct = pytest.importorskip(
@@ -73,10 +73,9 @@ class Rank:
 
 
 def of(number: int, worlds: tuple[int, int], transfers: list[HandTransfer]) -> Schedule:
-    if number < worlds[0]:
-        return schedule_of(transfers, "train", number, worlds)
-    rank = number - worlds[0]
-    return replace(schedule_of(transfers, "gen", rank, worlds), view=OtherEndView(other_end_of(transfers, rank)))
+    world: World = "train" if number < worlds[0] else "gen"
+    rank = number if world == "train" else number - worlds[0]
+    return replace(schedule_of(transfers, world, rank, worlds), view=OtherEndView(other_end_of(transfers, rank, world)))
 
 
 def transfers_of(seed: int, worlds: tuple[int, int]) -> list[HandTransfer]:
@@ -89,8 +88,12 @@ def refit_twice(number: int, address: str, worlds: tuple[int, int], seed: int, g
     schedule = of(number, worlds, transfers_of(seed, worlds))
     tensors = allocate(schedule, seed=seed if schedule.world == "train" else None)
     rank = Rank(number, address, worlds, schedule, tensors, gpus, tile_bytes=64, checksums=seed % 2 == 1)
-    if schedule.world == "gen" and gpus > 1:  # every reader has sources on other GPUs
-        assert (rank.executor._end._copies._engine is None) == (seed % 2 == 1)
+    if (
+        schedule.world == "gen" and gpus > 1
+    ):  # every reader has sources on other GPUs, and on its own where these are too few
+        is_mutual, checksums = gpus < sum(worlds), seed % 2 == 1
+        assert (rank.executor._end._target is not None) == (is_mutual and not checksums)
+        assert (rank.executor._end._copies._engine is None) == (is_mutual or checksums)
     assert rank.executor.scratch_bytes == 0
     for _ in range(2):
         reports = rank.executor.run()
@@ -230,6 +233,7 @@ def overwrite_at_once(number: int, address: str, worlds: tuple[int, int], gpus: 
         (1, (1, 1)),
         (1, (2, 2)),
         pytest.param(2, (1, 1), marks=needs_gpus(2)),
+        pytest.param(2, (2, 2), marks=needs_gpus(2)),  # trainers push
         pytest.param(4, (2, 2), marks=needs_gpus(4)),
     ],
 )
