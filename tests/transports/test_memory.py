@@ -190,7 +190,7 @@ def test_gpus_held_what_is_counted(
 @pytest.mark.long
 def test_a_gpu_that_both_sides_share_held_what_is_counted() -> None:
     """The copy engine takes what lies on the other GPU; the kernel has tables of the rest. Trainers push what they cast."""
-    data = json.loads((RESULTS / "refit-colocated-x2-h100.json").read_text())
+    data = json.loads((RESULTS / "refit-colocated-x2.json").read_text())
     topology = parse_topology("h200-8,shared", 2, 2)
     for row in data["rows"]:
         case = case_of(next(each for each in WORKLOADS if each.name == row["workload"]), 4)
