@@ -3,8 +3,9 @@
 python tools/predict_gpus.py tools/results/{refit-x2,refit-colocated-x2,one-gpu-x1}.json --out predicted.json
 
 The files are those of `tools/bench_refit.py`. One workload calibrates each kind of GPU: its first row for each transport
-gives the bandwidth that payload reaches over NVLink, and its first row on one GPU that of the GPU's memory. All other rows
-are predicted with these numbers. A rule leaves out rows that the simulation does not describe; each then has the reason.
+gives the bandwidth that payload reaches over NVLink, and its first row on one GPU that of the GPU's memory. Without such a row
+the preset has that. All other rows are predicted with these numbers. A rule leaves out rows that the simulation does not
+describe; each then has the reason.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from mcore_reshard.simulate.simulate import simulate  # noqa: E402
 METHODS = ("direct", "nccl")  # with options of their own they are sweeps
 CALIBRATES = "moe-ep-tp"
 WITHIN = 0.15  # of the measured time
-_MACHINE = MACHINES["h200-8"]
+_USUAL = MACHINES["h200-8"]  # of GPUs that no preset is named after
 
 
 class RowsError(ValueError):
@@ -141,13 +142,11 @@ def calibrated(rows: Sequence[Measured], workload: str) -> tuple[dict[str, Machi
     usable = [row for row in rows if row.case.name == workload and not row.not_simulated]
     found: dict[str, Machine] = {}
     used: list[Measured] = []
-    machine = _MACHINE
+    machine = next((machine for name, machine in MACHINES.items() if name[:4].upper() in rows[0].kind), _USUAL)
     memory = next((row for row in usable if row.on_one_gpu), None)
     if memory is not None:
         machine = replace(machine, memory=round(machine.memory * predicted_s(memory, machine) / memory.ms * 1e3))
         used.append(memory)
-    elif any(row.shares for row in rows):
-        raise RowsError(f"{rows[0].kind}: rows share GPUs; measure {workload} by direct on one GPU as well")
     for method in METHODS:
         link = next((row for row in usable if row.method == method and not row.shares), None)
         if link is not None:

@@ -9,6 +9,8 @@ from typing import Any
 import predict_gpus
 import pytest
 
+from mcore_reshard.planner.topology.topology import MACHINES
+
 RESULTS = Path(predict_gpus.__file__).parent / "results"
 RECORDED = json.loads((RESULTS / "predicted-gpus.json").read_text())
 ONE_GPU = "1 x NVIDIA H200"
@@ -17,7 +19,7 @@ TWO_GPUS = "2 x NVIDIA H200"
 
 def file_of(folder: Path, rows: list[dict[str, Any]], hardware: str = TWO_GPUS, shared: str = "") -> Path:
     """A file as bench_refit writes it, of small models: `rows` have workload, method and ms."""
-    one = hardware == ONE_GPU or not shared
+    one = hardware.startswith("1 x") or not shared
     mesh = (
         {"train": "tp=1", "gen": "tp=1", "ranks": "1 -> 1"}
         if one
@@ -78,6 +80,13 @@ def test_half_of_the_bytes_come_from_the_own_gpu_meanwhile(tmp_path: Path) -> No
     assert 0.2 < last["predicted_ms"] < 1.1  # each rank wants half of the model, and some of it from the other GPU
 
 
+def test_without_a_refit_on_one_gpu_its_memory_is_the_presets(tmp_path: Path) -> None:
+    for kind in ("H100", "H200"):
+        file = file_of(tmp_path, [row("dense-tp-tp", 1.0)], f"1 x NVIDIA {kind}", "both sides")
+        machines, used = predict_gpus.calibrated(predict_gpus.rows_of(file), "moe-ep-tp")
+        assert (machines["direct"], used) == (MACHINES[f"{kind.lower()}-8"], [])
+
+
 def test_casts_over_nccl_are_left_out_with_the_reason(tmp_path: Path) -> None:
     rows = [row("moe-ep-tp", 2.0, "nccl"), row("moe-bf16-fp8", 1.0, "nccl")]
     *_, last = predict_gpus.compare([file_of(tmp_path, rows)])["rows"]
@@ -89,7 +98,6 @@ def test_casts_over_nccl_are_left_out_with_the_reason(tmp_path: Path) -> None:
     [
         ([("dense-tp-tp", "direct")], TWO_GPUS, "", "measure moe-ep-tp by direct on GPUs that no ranks share"),
         ([("moe-ep-tp", "direct"), ("dense-tp-tp", "nccl")], TWO_GPUS, "", "measure moe-ep-tp by nccl"),
-        ([("dense-tp-tp", "direct")], ONE_GPU, "both sides", "measure moe-ep-tp by direct on one GPU"),
         ([("dense-tp-tp", "direct")], "3 processes", "", "says no number of GPUs"),
     ],
 )  # fmt: skip
