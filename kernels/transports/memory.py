@@ -64,8 +64,8 @@ from .rounds import bucket_bytes_within, gloo_window, in_parts
 
 _PLACE = 1 << 40  # bytes between two tensors, where it is counted what executors would do
 _FEW_TRANSFERS = 50_000  # Every rank of a plan is counted up to here.
-# Beyond that, ranks count as one whose shares of bytes that cross NICs are the same, in so many steps.
-_FAR_SHARES = 10
+# Beyond that, ranks count as one whose shares of bytes that cross NICs, and that are pushed, are the same in so many steps.
+_SHARES = 10
 _ALIKE = 1.02  # None of them moves more than so many times the bytes of another.
 
 T = TypeVar("T")
@@ -107,15 +107,15 @@ def session_memory(
     """
     topology = topology or plan.topology
     worlds: tuple[World, World] = ("train", "gen")
-    alike = {world: _alike(plan, world, topology) for world in worlds}
+    pulled = np.zeros((plan.train.world, plan.gen.world), np.int64)
+    if not (plan.later_hops or options.checksums) and {"direct", "auto"} & {*transports}:
+        pulled = pair_bytes(plan)
+    alike = {world: _alike(plan, world, topology, pulled) for world in worlds}
     ranks = {
         world: {rank: _Rank(schedule_of(plan, world, rank), plan) for rank in np.unique(alike[world]).tolist()}
         for world in worlds
     }
     by_transport: dict[str, _Counted] = {}
-    pulled = np.zeros((plan.train.world, plan.gen.world), np.int64)
-    if not (plan.later_hops or options.checksums) and {"direct", "auto"} & {*transports}:
-        pulled = pair_bytes(plan)
     if "direct" in transports:
         gpus, chains = _Gpus.of(pulled, topology), {} if options.checksums else _chains(ranks)
         if chains:
@@ -185,8 +185,8 @@ def _each(ranks: Mapping[World, Mapping[int, _Rank]], of_rank: Callable[[_Rank],
     return {world: {rank: of_rank(each) for rank, each in of_world.items()} for world, of_world in ranks.items()}
 
 
-def _alike(plan: Plan, world: World, topology: Topology | None) -> NDArray[np.int64]:
-    """[ranks] the rank that is counted for each rank of a world."""
+def _alike(plan: Plan, world: World, topology: Topology | None, pulled: Ints) -> NDArray[np.int64]:
+    """[ranks] the rank that is counted for each rank of a world; `pulled` is as for `_Gpus.of`."""
     moved = plan.send_bytes if world == "train" else plan.recv_bytes + plan.relay_bytes
     mesh = plan.train if world == "train" else plan.gen
     stage = np.array([mesh.coordinate(rank)["pp"] if world == "gen" else 0 for rank in range(mesh.world)])
@@ -197,7 +197,11 @@ def _alike(plan: Plan, world: World, topology: Topology | None) -> NDArray[np.in
         return counted
     if topology is not None and plan.topology is not None:  # `auto` takes nccl for these bytes
         far = (plan.loads.sent if world == "train" else plan.loads.received)[NIC]
-        stage = stage * (_FAR_SHARES + 1) + np.rint(_FAR_SHARES * far / np.maximum(moved, 1)).astype(np.int64)
+        stage = stage * (_SHARES + 1) + np.rint(_SHARES * far / np.maximum(moved, 1)).astype(np.int64)
+    if topology is not None:  # what is pushed takes tables of those who push
+        mutual = np.isin(np.arange(plan.gen.world), sorted(_Gpus.of(pulled, topology, near=True).mutual))
+        pushed = pulled[:, mutual].sum(axis=1) / np.maximum(pulled.sum(axis=1), 1) if world == "train" else mutual
+        stage = stage * (_SHARES + 1) + np.rint(_SHARES * pushed).astype(np.int64)
     first = -1
     for rank in np.lexsort((counted, moved, stage)).tolist():
         if first < 0 or stage[rank] != stage[first] or moved[rank] > _ALIKE * moved[first]:

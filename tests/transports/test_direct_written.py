@@ -85,3 +85,23 @@ def test_bytes_count_as_written_once_sources_may_write(
     with pytest.raises((DeadlineError, PeerLostError)):
         failing.run(1)
     assert failing.written_bytes == written
+
+
+def test_pushes_whose_event_cannot_be_published_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[bool] = []
+    schedule = SimpleNamespace(peers=frozenset(), tables=[])
+
+    def publish(value: str, *, prefix: str) -> None:
+        raise PeerLostError(Waiting("train:0", "gen:0", 0, "w", True), "the store has gone")
+
+    monkeypatch.setattr(pushes.Pushes, "__init__", lambda made, *_, **__: vars(made).update(_pushed=0, _stream=made))
+    monkeypatch.setattr(pushes.Pushes, "device", torch.device("cpu"), raising=False)
+    monkeypatch.setattr(pushes.Pushes, "close", lambda made: closed.append(True))
+    monkeypatch.setattr(pushes, "export_event", lambda event, device: "")
+    monkeypatch.setattr(pushes, "waves_of", lambda parts, counts: [])
+    with pytest.raises(PeerLostError, match="has gone"):
+        pushes.Pushes.at_once(
+            SimpleNamespace(), (schedule, schedule), SimpleNamespace(publish=publish), SimpleNamespace(),
+            pushes.DirectOptions(), prefix="",
+        )  # type: ignore[arg-type]  # fmt: skip
+    assert closed == [True]

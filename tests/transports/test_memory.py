@@ -33,9 +33,10 @@ from mcore_reshard.kernels.transports.reach import joined_hops
 from mcore_reshard.kernels.transports.registry import resolve
 from mcore_reshard.kernels.transports.source_checks import SourceChecks
 from mcore_reshard.planner.plan import make_plan as planner
+from mcore_reshard.planner.plan.loads import pair_bytes
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.planner.plan.plan import Plan
-from mcore_reshard.planner.topology.topology import parse_topology
+from mcore_reshard.planner.topology.topology import MACHINES, Place, Topology, parse_topology
 from mcore_reshard.session.staged import StagedTensors
 
 RESULTS = Path(__file__).parents[2] / "tools" / "results"
@@ -99,7 +100,7 @@ def test_ranks_over_gloo_hold_what_was_counted(case: PlanCase, bucket_bytes: int
 def test_ranks_that_are_counted_as_one_hold_nearly_the_same(case: PlanCase, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_FEW_TRANSFERS", 0)
     plan, counted = case.plan(), session_memory(case.plan())
-    distinct = [np.unique(memory._alike(plan, world, None)) for world in ("train", "gen")]
+    distinct = [np.unique(memory._alike(plan, world, None, pair_bytes(plan))) for world in ("train", "gen")]
     assert sum(map(len, distinct)) < plan.train.world + plan.gen.world
     monkeypatch.setattr(memory, "_FEW_TRANSFERS", 1 << 30)
     each = session_memory(plan)
@@ -296,6 +297,20 @@ def test_a_reader_of_slots_is_counted_beside_a_trainer_that_is_counted_without(m
     topology = parse_topology("h200-8", 2, 4, "train=a*2,gen=a*4")
     held = session_memory(plan, topology=topology, transports=("direct",)).transports["direct"]
     assert min(rank.tables for rank in held["gen"]) > 0
+
+
+def test_ranks_count_as_one_only_if_like_shares_are_pushed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four engine ranks are on the trainers' GPUs, so that trainers push to them; four others are apart."""
+    plan = PlanCase("qwen3-4b", "tp=4", "tp=8", dtypes=("bf16", "fp8"), block=(128, 128)).plan()
+    machine = replace(MACHINES["h200-8"], gpus=16)
+    places = [Place(0, gpu) for gpu in range(8)]
+    topology = Topology(machine, ("a",), tuple(places[:4]), tuple(places))
+    each = session_memory(plan, topology=topology, transports=("direct",)).transports["direct"]
+    monkeypatch.setattr(memory, "_FEW_TRANSFERS", 0)
+    alike = session_memory(plan, topology=topology, transports=("direct",)).transports["direct"]
+    assert [rank.scratch > 0 for rank in each["train"]] == [False, False, True, True]
+    assert [rank.scratch for rank in alike["train"]] == [rank.scratch for rank in each["train"]]
+    assert [rank.tables for rank in alike["gen"]] == pytest.approx([rank.tables for rank in each["gen"]], rel=0.02)
 
 
 def test_auto_is_direct_on_one_host_and_nccl_between_hosts() -> None:

@@ -60,7 +60,7 @@ _PUSHED, _TARGETS = "pushed/", "targets/"
 
 
 class Source:
-    """A training rank: others read its memory, and it waits until they have."""
+    """A training rank: others read its memory, and it waits until they have. It pushes what is not read."""
 
     written_bytes = 0
 
@@ -221,7 +221,7 @@ class Reader:
         self._end(run)
 
     def _begin(self, run: int) -> None:
-        """Let sources write what they cast. Returns when everything else may be pulled."""
+        """Let sources push what they push. Returns when everything else may be pulled."""
         self.written_bytes = 0
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         if self._target is not None:
@@ -230,7 +230,10 @@ class Reader:
             self._target.await_settled()
             self.written_bytes = self._bound.nbytes
             self._target.admit(run)
-        self._signals.hear(run, Signal.READY)
+        if self._target is not None:
+            self._target.hear(run, Signal.READY, self._signals.peers)
+        else:
+            self._signals.hear(run, Signal.READY)
         self.written_bytes = self._bound.nbytes
         self._began = time.monotonic()
 

@@ -1,10 +1,10 @@
-"""Generation ranks read the weights straight out of the training ranks' memory: one NVLink domain, or one GPU.
+"""Generation ranks read the weights straight out of the training ranks' memory, or are pushed to: one NVLink domain, or one GPU.
 
 Training ranks export their allocations once. Each generation rank maps what it needs, also once (see `kept`), and in each
 refit pulls everything with one kernel launch, beside which a copy engine takes large copies (see `pull`). It takes from
 all stages and sources. The order differs from receiver to receiver, so that no source has to serve all of them at once.
 The signals by which both ends keep order: see `ends`. Where training ranks cast, they do so into `slots`, or write it where it
-belongs, see `pushes`. They push everything where replicas pass on, see `chain`.
+belongs, see `pushes`. They push everything where GPUs would read each other, and where replicas pass on, see `chain`.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Signal(IntEnum):
 
     READY = -1  # a source, and who is written: all that it had queued is done
     STARTED = -2  # a reader: its pull is queued, and the event after it recorded
-    DONE = -3  # a reader: its pull has ended; who pushes: everything is written
+    DONE = -3  # a reader: all has landed; who pushes: everything is written
     CAST = -4  # a source that casts: all casts are done
 
 

@@ -30,7 +30,7 @@ from .turns import may_use_engine
 
 @dataclass(frozen=True, slots=True)
 class DirectOptions:
-    """How generation ranks pull, and how ranks of a chain push."""
+    """How generation ranks pull, and how others push what they do not cast."""
 
     shape: KernelShape | None = (
         None  # None: all of a GPU that reads its own memory alone, else 48 of its multiprocessors

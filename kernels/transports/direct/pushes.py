@@ -3,8 +3,12 @@
     who is written   READY: all that it had queued is done; bytes land already                               hears DONE
     who pushes                                 queues its waves                     they have ended: DONE
 
-Training ranks push what they cast, unless it goes through `slots`, and everything to GPUs that would read each other. Then who is
-written need not wait for DONE: an event says so earlier. Along a chain of replicas everything is pushed, too (see `chain`).
+Along a chain of replicas everything is pushed so (see `chain`). Training ranks push what they cast, unless it goes through `slots`,
+and everything to GPUs that would read each other. They push at once, and who is written hears DONE in the next run, or if it takes
+long: an event says earlier that all has landed.
+
+    who is written   READY                                     returns when the event has happened
+    who pushes                 queues all, records the event, READY          it has happened: DONE
 A rank that fails ends its own pushes before it closes its connections, so that its peers know that they are written no more.
 """
 
@@ -112,7 +116,11 @@ class Pushes:
         """All in one wave. Who is written can see on the GPU when it has ended."""
         waves = waves_of(parts, dict.fromkeys(parts[0].peers | parts[1].peers, 1))
         made = cls(bound, parts, waves, signals, kept, options, prefix=prefix)
-        signals.publish(export_event(made._pushed, made._stream.device), prefix=_EVENTS)
+        try:
+            signals.publish(export_event(made._pushed, made._stream.device), prefix=_EVENTS)
+        except BaseException:
+            made.close()
+            raise
         return made
 
     def prepare(self, settled: torch.cuda.Event) -> None:
@@ -150,12 +158,12 @@ class Pushes:
 
     def close(self) -> None:
         """End all pushes, and unmap what they write."""
-        withdraw_event(self._pushed)
         is_used = True
         try:
             is_used = not EventPoller(CLOSE_S).until(self._stream.query)
         finally:  # also where the GPU is broken
             self._mappings.close(is_used=is_used)
+            withdraw_event(self._pushed)
 
 
 @dataclass(frozen=True, slots=True)
