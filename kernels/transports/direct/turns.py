@@ -32,7 +32,10 @@ _MOST_PLACES = 4096
 
 
 def may_use_engine(schedule: Schedule, *, checksums: bool) -> bool:
-    """Whether copy engines help who reads: not where replicas pass weights on, nor with checksums, which kernels compute."""
+    """Whether copy engines help who reads: not where replicas pass weights on, nor with checksums, which kernels compute.
+
+    Nor do training ranks push to a reader there, unless replicas are a chain.
+    """
     return not (checksums or schedule.relayed or schedule.between_replicas)
 
 
