@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,7 +44,16 @@ from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.schedule import Chain, Schedule, View, World
 from mcore_reshard.planner.topology.topology import Topology
 
-from .direct.staging import PUSHED_TILE_BYTES, SLOTS, PushedPart, divide_slots, parted, what_is_pushed, with_other_end
+from .direct.staging import (
+    PUSHED_TILE_BYTES,
+    SLOTS,
+    PushedPart,
+    divide_slots,
+    divided_by_way,
+    parted,
+    what_is_pushed,
+    with_other_end,
+)
 from .direct.turns import engine_orders, may_use_engine
 from .direct.waves import push_share, push_turns, waves_for, waves_of
 from .nccl.buffers import buffer_bytes
@@ -110,7 +119,13 @@ def session_memory(
     pulled = np.zeros((plan.train.world, plan.gen.world), np.int64)
     if not (plan.later_hops or options.checksums) and {"direct", "auto"} & {*transports}:
         pulled = pair_bytes(plan)
-    alike = {world: _alike(plan, world, topology, pulled) for world in worlds}
+    near = _Gpus.of(pulled, topology, near=True)
+    is_mutual = np.isin(np.arange(plan.gen.world), sorted(near.mutual))
+    pushed_of_train = pulled[:, is_mutual].sum(axis=1) / np.maximum(pulled.sum(axis=1), 1)
+    alike: _Alike = {
+        "train": _alike(plan, "train", topology, pushed_of_train),
+        "gen": _alike(plan, "gen", topology, is_mutual),
+    }
     ranks = {
         world: {rank: _Rank(schedule_of(plan, world, rank), plan) for rank in np.unique(alike[world]).tolist()}
         for world in worlds
@@ -132,9 +147,9 @@ def session_memory(
         all_domains = {domain for world in worlds for domain in topology.domains(world).tolist()}
         chains = {} if options.checksums or len(all_domains) > 1 else _chains(ranks)
         if chains:
-            by_transport["auto"] = _chained(plan, chains, options, _Gpus.of(pulled, topology))
+            by_transport["auto"] = _chained(plan, chains, options, near)
         else:
-            by_transport["auto"] = _auto(pulled, ranks, alike, options, topology, shared, joined, plan.waves)
+            by_transport["auto"] = _auto(near, ranks, alike, options, topology, shared, joined, plan.waves)
     staging = {rank: _tensor_bytes(each.schedule) for rank, each in ranks["gen"].items()}
     return SessionMemory(
         {
@@ -185,8 +200,8 @@ def _each(ranks: Mapping[World, Mapping[int, _Rank]], of_rank: Callable[[_Rank],
     return {world: {rank: of_rank(each) for rank, each in of_world.items()} for world, of_world in ranks.items()}
 
 
-def _alike(plan: Plan, world: World, topology: Topology | None, pulled: Ints) -> NDArray[np.int64]:
-    """[ranks] the rank that is counted for each rank of a world; `pulled` is as for `_Gpus.of`."""
+def _alike(plan: Plan, world: World, topology: Topology | None, pushed: NDArray[Any]) -> NDArray[np.int64]:
+    """[ranks] the rank that is counted for each rank of a world; `pushed` [ranks] is the share of its bytes that is."""
     moved = plan.send_bytes if world == "train" else plan.recv_bytes + plan.relay_bytes
     mesh = plan.train if world == "train" else plan.gen
     stage = np.array([mesh.coordinate(rank)["pp"] if world == "gen" else 0 for rank in range(mesh.world)])
@@ -198,10 +213,7 @@ def _alike(plan: Plan, world: World, topology: Topology | None, pulled: Ints) ->
     if topology is not None and plan.topology is not None:  # `auto` takes nccl for these bytes
         far = (plan.loads.sent if world == "train" else plan.loads.received)[NIC]
         stage = stage * (_SHARES + 1) + np.rint(_SHARES * far / np.maximum(moved, 1)).astype(np.int64)
-    if topology is not None:  # what is pushed takes tables of those who push
-        mutual = np.isin(np.arange(plan.gen.world), sorted(_Gpus.of(pulled, topology, near=True).mutual))
-        pushed = pulled[:, mutual].sum(axis=1) / np.maximum(pulled.sum(axis=1), 1) if world == "train" else mutual
-        stage = stage * (_SHARES + 1) + np.rint(_SHARES * pushed).astype(np.int64)
+    stage = stage * (_SHARES + 1) + np.rint(_SHARES * pushed).astype(np.int64)  # it takes tables of those who push
     first = -1
     for rank in np.lexsort((counted, moved, stage)).tolist():
         if first < 0 or stage[rank] != stage[first] or moved[rank] > _ALIKE * moved[first]:
@@ -210,14 +222,14 @@ def _alike(plan: Plan, world: World, topology: Topology | None, pulled: Ints) ->
     return counted
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Gpus:
     """The GPUs of training ranks and generation ranks, and in which order each of these takes them by a copy engine."""
 
     train: Ints
     gen: Ints
-    orders: Mapping[int, Sequence[int]]
-    mutual: Set[int] = frozenset()  # generation ranks that get bytes from their own GPU and from others
+    pulls: Mapping[int, Mapping[int, int]]  # bytes that each generation rank pulls from each other GPU
+    mutual: Set[int]  # generation ranks that get bytes from their own GPU and from others: these are pushed
 
     @classmethod
     def of(cls, pulled: Ints, topology: Topology | None, *, near: bool = False) -> _Gpus:
@@ -238,7 +250,11 @@ class _Gpus:
             if of_reader.pop(int(gen[reader]), 0) and of_reader:
                 mutual.add(reader)
                 of_reader.clear()
-        return cls(train, gen, engine_orders(pulls, [*dict.fromkeys(train.tolist())]), frozenset(mutual))
+        return cls(train, gen, pulls, mutual)
+
+    @cached_property
+    def orders(self) -> Mapping[int, Sequence[int]]:
+        return engine_orders(self.pulls, [*dict.fromkeys(self.train.tolist())])
 
     def turns(self, reader: int) -> dict[int, int]:
         """Of each training rank that an engine reads: when."""
@@ -263,15 +279,12 @@ def _direct(
     for rank, (schedule,) in schedules["train"].items():
         plain, cast = parted(schedule)
         said = {peer: pushed[int(alike["gen"][peer])] for peer in schedule.peers}
-        turns = {peer: gpus.turns(peer).get(rank, 0) for peer in cast.peers if said[peer] == "nothing"}
-        slots, packed = divide_slots(cast.with_peers(turns), options.scratch_bytes, turns)
+        _, slotted, parts = divided_by_way(plain, cast, said)
+        turns = {peer: gpus.turns(peer).get(rank, 0) for peer in slotted.peers}
+        slots, packed = divide_slots(slotted, options.scratch_bytes, turns)
         if packed:
             slot_buckets[rank] = slots.bucket_bytes
         rounds = [joined([bucket.copies for bucket in together]) for together in packed]
-        parts = (
-            plain.with_peers([peer for peer in said if said[peer] == "all"]),
-            cast.with_peers([peer for peer in said if said[peer] != "nothing"]),
-        )
         train[rank] = replace(
             _of_trainer(schedule, options),
             tables=_casting_bytes(schedule, rounds)
@@ -459,7 +472,7 @@ class _NcclUse:
 
 
 def _auto(
-    pulled: Ints,
+    gpus: _Gpus,
     ranks: Mapping[World, Mapping[int, _Rank]],
     alike: _Alike,
     options: Options,
@@ -489,7 +502,6 @@ def _auto(
         }
         for near in (True, False)
     )
-    gpus = _Gpus.of(pulled, topology, near=True)
     counted = _direct(by_direct, alike, options, gpus)
     for world, of_world in _nccl(by_nccl, alike, options, shared.cells, waves, shared).items():
         for rank, held in of_world.items():

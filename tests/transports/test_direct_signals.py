@@ -429,24 +429,14 @@ TWO_STAGES = Case("tiny-qwen3-moe", "pp=2", "tp=1", dtypes=("bf16", "fp8"), bloc
 TWO_READERS = Case("tiny-qwen3-moe", "tp=2,ep=2", "tp=2", dtypes=("bf16", "fp8"), block=(8, 16))
 
 
-def queue_slowly(number: int, address: str, plan: Plan) -> str:
-    """A source takes longer to queue its pushes than gen:0 waits for it. Returns what gen:0 knows when it has closed."""
+def run_and_leave(number: int, signals: Any, end: Any) -> str:
+    """One of three ranks runs, and leaves once all have run. Returns what gen:0 knows when it has closed after a failure."""
     from mcore_reshard.kernels.errors import TransferError
 
-    signals, end = end_and_signals(number, address, plan)
     store, said = signals.store, ""
-
-    def launch(waves: Any) -> None:
-        time.sleep(WRITES_S)
-        store.set("written", "")
-
-    if signals.rank_name == "gen:0":
-        signals.timeout_s = signals._group.timeout_s = 1.0
-    if signals.rank_name == "train:1":
-        end._pushes.launch = launch
     try:
         end.run(1)
-    except TransferError:
+    except (OSError, TransferError):
         if signals.rank_name == "gen:0":
             end.end_writes()
             said = "no more writes" if store.check(["written"]) else "still written"
@@ -456,16 +446,29 @@ def queue_slowly(number: int, address: str, plan: Plan) -> str:
     return said
 
 
+def queue_slowly(number: int, address: str, plan: Plan) -> str:
+    """A source takes longer to queue its pushes than gen:0 waits for it. Returns what gen:0 knows when it has closed."""
+    signals, end = end_and_signals(number, address, plan)
+
+    def launch(waves: Any) -> None:
+        time.sleep(WRITES_S)
+        signals.store.set("written", "")
+
+    if signals.rank_name == "gen:0":
+        signals.timeout_s = signals._group.timeout_s = 1.0
+    if signals.rank_name == "train:1":
+        end._pushes.launch = launch
+    return run_and_leave(number, signals, end)
+
+
 def test_a_reader_that_gives_up_before_a_source_is_ready_waits_for_what_it_writes() -> None:
     assert values(run_ranks(3, queue_slowly, TWO_STAGES.plan(), timeout_s=60.0))[2] == "no more writes"
 
 
 def lose_a_source_while_written(number: int, address: str, plan: Plan, lost: str, is_ready: bool) -> str:
     """A source dies, once it is ready or before, while the other one still writes. Returns what gen:0 knows when it has closed."""
-    from mcore_reshard.kernels.errors import TransferError
-
     signals, end = end_and_signals(number, address, plan)
-    name, store, said = signals.rank_name, signals.store, ""
+    name, store = signals.rank_name, signals.store
 
     def write(events: Any) -> None:
         store.set("writing", "")
@@ -479,17 +482,9 @@ def lose_a_source_while_written(number: int, address: str, plan: Plan, lost: str
         end._target._pushing = SimpleNamespace(wait=lambda events, begin, when_late: when_late())
     else:
         end._pushes._pushing.wait = write
-    try:
-        if name != lost or is_ready:
-            end.run(1)
-    except (OSError, TransferError):
-        if name == "gen:0":
-            end.end_writes()
-            said = "no more writes" if store.check(["written"]) else "still written"
-    signals.close()
-    store.set(f"over/{number}", "")
-    store.wait([f"over/{other}" for other in range(3)])
-    return said
+    if name == lost and not is_ready:
+        end.run = lambda run: None
+    return run_and_leave(number, signals, end)
 
 
 def leave_when_written(number: int, address: str, plan: Plan) -> str:

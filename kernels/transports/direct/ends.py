@@ -14,10 +14,10 @@ read each other, everything is pushed (see `pushes` and `what_is_pushed`):
     reader    READY: it may be written                           pulls the rest      returns when the event has happened
     source                                pushes, records its event, READY                    DONE
 
-Readers that a copy engine helps with all their sources, and those whose memory nobody can map, pull what is cast out of slots at
-the source instead (see `slots`), after everything else: the first ones are cast meanwhile. When all casts are done the source says
-CAST, since the event of a source that dies never happens. On a GPU that both share, readers pull everything else last, after
-CAST: work that waits on the GPU takes turns there from those who cast.
+Readers that a copy engine helps with all their sources pull what is cast out of slots at the source instead (see `slots`). So do
+those whose memory nobody can map. They do so after everything else: the first slots are filled meanwhile. When all casts are done
+the source says CAST, since the event of a source that dies never happens. On a GPU that both share, readers pull everything else
+last, after CAST: work that waits on the GPU takes turns there from those who cast.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from .pull import DirectOptions, Pull, check_sums, engine_helps, parameter_of
 from .pushes import Pushes, Target
 from .shared_memory import addresses_of, fetch_exports, share_memory
 from .slots import SlotReader, SlotSource
-from .staging import PUSHED_PARTS, PushedPart, parted, what_is_pushed, with_other_end
+from .staging import PUSHED_PARTS, PushedPart, divided_by_way, parted, what_is_pushed, with_other_end
 from .turns import engine_turns, may_use_engine, publish_readers
 
 # Of the keys under which readers say what sources push to them, and where.
@@ -79,12 +79,7 @@ class Source:
         self._read = {peer: signals.fetch(peer, parse) for peer in signals.peers}  # happened: the last pull has ended
         plain, cast = parted(bound.schedule)
         said = {peer: signals.fetch(peer, _parse_pushed, prefix=_PUSHED) for peer in signals.peers}
-
-        def those(*ways: PushedPart) -> set[int]:
-            return {peer for peer, pushed in said.items() if pushed in ways}
-
-        pulled, slotted = plain.with_peers(those("nothing", "casts")), cast.with_peers(those("nothing"))
-        pushed = plain.with_peers(those("all")), cast.with_peers(those("all", "casts"))
+        pulled, slotted, pushed = divided_by_way(plain, cast, said)
         self._slots = SlotSource(bound, slotted, signals, scratch_bytes)
         problems = tuple(self._slots.problems)
         executed = Executed(bound, buckets=self._slots.buckets, exposed=pulled, device_problems=problems)
@@ -230,7 +225,6 @@ class Reader:
             self._target.await_settled()
             self.written_bytes = self._bound.nbytes
             self._target.admit(run)
-        if self._target is not None:
             self._target.hear(run, Signal.READY, self._signals.peers)
         else:
             self._signals.hear(run, Signal.READY)

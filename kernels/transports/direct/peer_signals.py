@@ -126,11 +126,10 @@ class PeerSignals:
         assert isinstance(message, GlooMessage)
         message.wait(timeout_s)
         heard: tuple[int, int, int] = _MESSAGE.unpack(buffer.numpy().tobytes())  # type: ignore[assignment]
-        if (last := self._unawaited.get(peer)) is not None and last[0] < heard[
-            0
-        ]:  # it has come: the peer has begun the next run
+        last_run, last = self._unawaited.get(peer, (heard[0], None))
+        if last is not None and last_run < heard[0]:  # it has come: the peer has begun the next run
             del self._unawaited[peer]
-            last[1].drop()
+            last.drop()
         return heard
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ long: an event says earlier that all has landed.
 
     who is written   READY                                     returns when the event has happened
     who pushes                 queues all, records the event, READY          it has happened: DONE
+
 A rank that fails ends its own pushes before it closes its connections, so that its peers know that they are written no more.
 """
 
@@ -77,8 +78,6 @@ class Pushes:
         self.peers: Set[int] = parts[0].peers | parts[1].peers  # that it writes to
         count = 1 + max(int(wave.max(initial=0)) for wave in waves)
         share, streams = push_share(count, options.engine_share)
-        if has_engine(options):
-            options = replace(options, engine_share=share)
         self._stream, *self._engine_streams = (torch.cuda.Stream(device) for _ in range(1 + streams))
         self._pushed = torch.cuda.Event(interprocess=True)
         self._mappings = kept.mappings(device)
@@ -90,7 +89,7 @@ class Pushes:
                 _Part.of(bound.rows(part), wave, exports, self._mappings)
                 for part, wave in zip(parts, waves, strict=True)
             )
-            self._plain, found = _plain_waves(plain, device, options, gpus, self._engine_streams)
+            self._plain, found = _plain_waves(plain, device, options, share, gpus, self._engine_streams)
             self._cast, of_casts = _cast_waves(cast, device)
         except BaseException:
             self._mappings.close()
@@ -197,13 +196,14 @@ def _plain_waves(
     part: _Part,
     device: torch.device,
     options: DirectOptions,
+    share: float,
     gpus: Mapping[int, Collection[str]],
     engine_streams: Sequence[torch.cuda.Stream],
 ) -> tuple[dict[int, Pull], list[str]]:
     """Bytes as they lie here: (the copies of each wave, how what the device and the driver are told differs from the table).
 
-    A copy engine writes large rows to other GPUs, a kernel everything else. An engine pushes or pulls at 390 GB/s, and does one
-    at a time: one that does both takes twice as long.
+    A copy engine writes large rows to other GPUs, its `share` of all, and a kernel everything else. An engine pushes or pulls at
+    390 GB/s, and does one at a time: one that does both takes twice as long.
     """
     own, rank = gpu_of(device), part.bound.schedule.rank
     far = [peer for peer, of_peer in gpus.items() if own not in of_peer]
@@ -212,8 +212,7 @@ def _plain_waves(
     turns = push_turns(rank, far) if helps else {}
     own_gpu = not far
     shape = options.shape or (own_gpu_shape(device) if own_gpu else KernelShape())
-    if not helps:
-        options = replace(options, engine_share=0.0)
+    options = replace(options, engine_share=share if helps else 0.0)
     waves: dict[int, Pull] = {}
     problems: list[str] = []
     for number, rows in part.by_wave():

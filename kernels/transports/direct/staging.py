@@ -95,6 +95,21 @@ def what_is_pushed(*, is_mutual: bool, by_engine: bool) -> PushedPart:
     return "nothing" if by_engine else "casts"
 
 
+def divided_by_way(
+    plain: Schedule, cast: Schedule, said: Mapping[int, PushedPart]
+) -> tuple[Schedule, Schedule, tuple[Schedule, Schedule]]:
+    """(what others pull out of a source's memory, what it casts into slots, what it pushes of both parts).
+
+    `said` is what each of its readers wants to be pushed.
+    """
+
+    def to(*ways: PushedPart) -> list[int]:
+        return [peer for peer, pushed in said.items() if pushed in ways]
+
+    pushed = plain.with_peers(to("all")), cast.with_peers(to("all", "casts"))
+    return plain.with_peers(to("nothing", "casts")), cast.with_peers(to("nothing")), pushed
+
+
 def _by_tensor(
     table: TransferTable, source: NDArray[np.int32], cast: NDArray[np.bool_], scales: NDArray[np.bool_]
 ) -> NDArray[np.int64]:
