@@ -12,7 +12,7 @@ One that a kernel may still use, after a failure, stays mapped until the process
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -101,8 +101,9 @@ class Kept:
         self._own: dict[tuple[Any, ...], OwnExport] = {}
         self._exports: dict[tuple[str, str], Export] = {}  # by seat and digest
         self._mapped: dict[_Place, _Mapping] = {}
-        self._late: set[_Mapping] = set()  # forgotten, and still in use
         self._used: set[Any] = set()  # keys of the three, since `meet`
+        # All that the driver has open, by process of the owner, device and handle: also what is forgotten, and still in use.
+        self._open: defaultdict[tuple[str, str, str], set[_Mapping]] = defaultdict(set)
         self._keys: StoreKeys | None = None  # of the connection: where all its executors publish exports
         self._published: set[str] = set()  # digests
         self._tensors: Mapping[str, torch.Tensor] = {}  # that any of its executors may export
@@ -209,6 +210,7 @@ class Kept:
                 self._drop_reallocated(place, owner)
                 address = memory.open_memory(allocation, mappings.device, owner)
                 mapped = self._mapped[place] = _Mapping(place, address, mappings.device)
+                self._open[_handle_of(place)].add(mapped)
                 self.counts["allocations mapped"] += 1
             elif mappings not in mapped.users:
                 self.counts["allocations kept"] += 1
@@ -219,18 +221,13 @@ class Kept:
 
     def _drop_reallocated(self, place: _Place, owner: str) -> None:
         """Close mappings of memory that the owner has freed since: the driver would hand them out again for its handle."""
-
-        def is_before(other: _Place) -> bool:
-            return other[1:3] == place[1:3] and other[3] != place[3] and other[3].handle == place[3].handle
-
-        before = [each for each in self._mapped if is_before(each)]
-        in_use = [*(self._mapped[each] for each in before), *(each for each in self._late if is_before(each.place))]
-        if any(each.users or each.is_stuck for each in in_use):
+        before = [each for each in self._open.get(_handle_of(place), ()) if each.place[3] != place[3]]
+        if any(each.users or each.is_stuck for each in before):
             raise SessionError(
                 f"{owner} has allocated its memory anew, and a refit that failed may still read or write what was there: restart"
                 " this process"
             )
-        self._drop(before)
+        self._drop([each.place for each in before])
 
     def _release(self, mappings: Mappings, is_used: bool, stay: bool) -> None:
         with self._lock:
@@ -245,12 +242,14 @@ class Kept:
         for place in places:
             mapped = self._mapped.pop(place)
             mapped.is_dropped = True
-            self._late.add(mapped)
             self._unmap_unused(mapped)
 
     def _unmap_unused(self, mapped: _Mapping) -> None:
         if mapped.is_dropped and not mapped.users and not mapped.is_stuck:
-            self._late.discard(mapped)
+            key = _handle_of(mapped.place)
+            self._open[key].discard(mapped)
+            if not self._open[key]:
+                del self._open[key]
             self.counts["allocations unmapped"] += 1
             try:
                 self._driver().close_memory(mapped.address, mapped.device)
@@ -265,6 +264,12 @@ class Kept:
 
             self._memory = ipc
         return self._memory
+
+
+def _handle_of(place: _Place) -> tuple[str, str, str]:
+    """By what the driver knows a mapping: the owner's process, the device that reads, the handle."""
+    _, process, device, allocation = place
+    return process, device, allocation.handle
 
 
 def _places(tensors: Mapping[str, torch.Tensor]) -> tuple[tuple[str, int, int], ...]:
