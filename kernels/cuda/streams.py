@@ -32,6 +32,13 @@ def forked(stream: torch.cuda.Stream, others: Iterable[torch.cuda.Stream]) -> It
     """What is queued on `others` meanwhile is done after all that is on `stream`, and before what comes there later."""
     for each in others:
         each.wait_stream(stream)
+    with joined(stream, others):
+        yield
+
+
+@contextmanager
+def joined(stream: torch.cuda.Stream, others: Iterable[torch.cuda.Stream]) -> Iterator[None]:
+    """What is queued on `others` meanwhile is done before what comes on `stream` later."""
     try:
         yield
     finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -112,8 +113,13 @@ def target_of(signals: Any, peers: Any) -> Any:
     return end_of(pushes.Target, signals, run=0, left=set(), peers=peers, is_overdue=False, not_done=None)
 
 
-def end_and_signals(number: int, address: str, plan: Plan, sleeping: frozenset[int] = frozenset()) -> tuple[Any, Any]:
-    """(the signals of rank `number`, training ranks first, its end). Nobody can map the memory of `sleeping` readers."""
+def end_and_signals(
+    number: int, address: str, plan: Plan, sleeping: frozenset[int] = frozenset(), *, mutual: bool = False
+) -> tuple[Any, Any]:
+    """(the signals of rank `number`, training ranks first, its end). Nobody can map the memory of `sleeping` readers.
+
+    `mutual`: everything is pushed.
+    """
     for name in ("cuda", "cuda.bindings", "cuda.core"):  # of this process alone
         sys.modules[name] = MagicMock()
     from mcore_reshard.kernels.transports.direct import ends
@@ -132,17 +138,20 @@ def end_and_signals(number: int, address: str, plan: Plan, sleeping: frozenset[i
         return signals, end_of_chain(signals, bound, chain.among_replicas)
     cast = parted(schedule)[1].peers
     written = cast - sleeping if world == "train" else frozenset() if rank in sleeping else cast
-    slots = Slots(signals, {*cast - written}, sends=world == "train")
+    slots = Slots(signals, {*cast - written} if not mutual else set(), sends=world == "train")
+    if mutual:
+        written = frozenset(signals.peers)
     kind: Any = ends.Source if world == "train" else ends.Reader
-    end = end_of(kind, signals, not_done=None, read={}, slots=slots, bound=bound)
+    read = {} if mutual else dict.fromkeys(signals.peers)
+    end = end_of(kind, signals, not_done=None, read=read, pulls=not mutual, slots=slots, bound=bound)
     end._pushes = pushes_of(signals, written) if written else None
     end._target = target_of(signals, written) if written else None
     return signals, end
 
 
-def refit(number: int, address: str, plan: Plan, sleeping: frozenset[int] = frozenset()) -> int:
+def refit(number: int, address: str, plan: Plan, sleeping: frozenset[int] = frozenset(), mutual: bool = False) -> int:
     """Returns how many refits rank `number` has run."""
-    signals, end = end_and_signals(number, address, plan, sleeping)
+    signals, end = end_and_signals(number, address, plan, sleeping, mutual=mutual)
     for run in range(1, REFITS + 1):
         end.run(run)
     if number < plan.train.world and not plan.later_hops:
@@ -170,6 +179,14 @@ def test_no_rank_waits_for_ever_where_nobody_can_map_the_memory_of(sleeping: set
     assert values(run_ranks(ranks, refit, plan, frozenset(sleeping), timeout_s=60.0)) == [REFITS] * ranks
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASTS, ids=lambda case: f"{case}"[:80])
+def test_no_rank_waits_for_ever_where_everything_is_pushed(case: Case) -> None:
+    plan = case.plan()
+    ranks = plan.train.world + plan.gen.world
+    assert values(run_ranks(ranks, refit, plan, frozenset(), True, timeout_s=60.0)) == [REFITS] * ranks
+
+
 WRITES_S = 2.0
 
 
@@ -194,7 +211,7 @@ def fail_while_written(number: int, address: str, plan: Plan, writer_fails: bool
         end._target.end = fail
     if name == "gen:0":
         end._pushes._stream = MagicMock(query=written)
-        end._pushes._pushing.wait = lambda events: EventPoller(5.0).until(written)
+        end._pushes._pushing.wait = lambda *_: EventPoller(5.0).until(written)
         if writer_fails:
             end._pushes.end = partial(fail, 1)
     said = ""
@@ -386,7 +403,7 @@ def reads_in_order(number: int, address: str, shares_gpu: bool) -> list[str]:
     )
     copies = SimpleNamespace(launch=lambda *_: done.append("the rest"), damaged=list)
     pulled = SimpleNamespace(record=lambda _: done.append("record"))
-    reader = end_of(ends.Reader, signals, slots=slots, copies=copies, target=None, pulled=pulled)
+    reader = end_of(ends.Reader, signals, slots=slots, copies=copies, target=None, pulled=pulled, pulls=True)
     reader.run(1)
     return done
 
@@ -470,7 +487,7 @@ def lose_a_source_while_written(number: int, address: str, plan: Plan, lost: str
     signals, end = end_and_signals(number, address, plan)
     name, store = signals.rank_name, signals.store
 
-    def write(events: Any) -> None:
+    def write(*_: Any) -> None:
         store.set("writing", "")
         time.sleep(WRITES_S)
         store.set("written", "")
@@ -485,6 +502,32 @@ def lose_a_source_while_written(number: int, address: str, plan: Plan, lost: str
     if name == lost and not is_ready:
         end.run = lambda run: None
     return run_and_leave(number, signals, end)
+
+
+def begin_late(number: int, address: str, plan: Plan, mutual: bool) -> str:
+    """train:1 begins its second refit once train:0 has said READY in its own."""
+    signals, end = end_and_signals(number, address, plan, mutual=mutual)
+    name, store, tell = signals.rank_name, signals.store, signals.tell
+
+    def tell_and_note(run: int, signal: int, *peers: Any) -> None:
+        tell(run, signal, *peers)
+        if (run, signal) == (2, -1):
+            store.set("ready", "")
+
+    if name == "train:0":
+        signals.tell = tell_and_note
+    for run in (1, 2):
+        if name == "train:1" and run == 2:
+            store.wait(["ready"], timedelta(seconds=10))
+        end.run(run)
+    store.set(f"over/{number}", "")
+    store.wait([f"over/{other}" for other in range(3)])
+    return "over"
+
+
+@pytest.mark.parametrize("mutual", [False, True])
+def test_a_source_that_is_late_holds_up_no_other(mutual: bool) -> None:
+    assert values(run_ranks(3, begin_late, TWO_STAGES.plan(), mutual, timeout_s=60.0)) == ["over"] * 3
 
 
 def leave_when_written(number: int, address: str, plan: Plan) -> str:

@@ -9,7 +9,8 @@ So no reader reads a source before it is ready, and the source may be overwritte
 waits for DONE only if a pull takes long: when a reader dies its connection closes, but its event never happens.
 
 Weights that are cast on the way, and their scales, are pushed by the source, while everything else is pulled. Where GPUs would
-read each other, everything is pushed (see `pushes` and `what_is_pushed`):
+read each other, everything is pushed, and the reader says no more than READY (see `pushes` and `what_is_pushed`). Where it dies
+after that, its sources notice in the next run:
 
     reader    READY: it may be written                           pulls the rest      returns when the event has happened
     source                                pushes, records its event, READY                    DONE
@@ -75,10 +76,11 @@ class Source:
         self._not_done: int | None = None  # the run whose DONE has not been received yet
         share_memory(signals, kept, bound.by_name)
         publish_readers(signals)
-        parse = partial(open_event, device=self._device)
-        self._read = {peer: signals.fetch(peer, parse) for peer in signals.peers}  # happened: the last pull has ended
         plain, cast = parted(bound.schedule)
         said = {peer: signals.fetch(peer, _parse_pushed, prefix=_PUSHED) for peer in signals.peers}
+        parse = partial(open_event, device=self._device)
+        # Of those who pull; happened: the last pull has ended.
+        self._read = {peer: signals.fetch(peer, parse) for peer, pushed_to in said.items() if pushed_to != "all"}
         pulled, slotted, pushed = divided_by_way(plain, cast, said)
         self._slots = SlotSource(bound, slotted, signals, scratch_bytes)
         problems = tuple(self._slots.problems)
@@ -113,14 +115,14 @@ class Source:
         if self._pushes is not None:
             self._pushes.end()
             self._signals.tell_last(run, Signal.DONE, self._pushes.peers)
-        self._signals.hear(run, Signal.STARTED)
+        self._signals.hear(run, Signal.STARTED, self._read)
         self._not_done = run
         self._reading.wait(self._read, self._slots.began, when_late=self._hear_done)
 
     def _hear_done(self) -> None:
         run, self._not_done = self._not_done, None
         if run is not None:
-            self._signals.hear(run, Signal.DONE)
+            self._signals.hear(run, Signal.DONE, self._read)
 
     def end_writes(self) -> None:
         """Returns once this rank writes no more, and has unmapped what it wrote."""
@@ -147,7 +149,6 @@ class Reader:
         # torch hands out 32 streams in turn, so that these differ.
         self._stream, *engine_streams = (torch.cuda.Stream(device) for _ in range(1 + ENGINE_STREAMS))
         self._pulled = torch.cuda.Event(interprocess=True)
-        signals.publish(export_event(self._pulled, device))
         self._mappings, self._slot_mappings = kept.mappings(device), kept.mappings(device, stay=False)
         if not all(map(is_plain, bound.tensors)):  # in virtual memory a row may go through several allocations
             options = replace(options, engine_share=0.0)
@@ -164,6 +165,9 @@ class Reader:
             helps_with_all = by_engine.keys() == gpus.keys()
             pushed = what_is_pushed(is_mutual=is_mutual, by_engine=helps_with_all) if may_push else "nothing"
             signals.publish(pushed, prefix=_PUSHED)
+            self._pulls = pushed != "all"
+            if self._pulls:
+                signals.publish(export_event(self._pulled, device))
             parts = {"all": [plain, cast], "casts": [cast], "nothing": []}[pushed]
             if parts:
                 self._target = Target(bound, parts, signals, kept, prefix=_TARGETS)
@@ -206,6 +210,36 @@ class Reader:
 
     def run(self, run: int) -> None:
         self._begin(run)
+        if self._pulls:
+            self._pull(run)
+        if self._target is not None:
+            self._target.await_pushed(self._began)
+        if self._pulls:
+            self._signals.tell_last(run, Signal.DONE)
+            check_sums(self._bound, self._table, self._copies.damaged(), self._signals)
+            self._slots.check_sums()
+
+    def _begin(self, run: int) -> None:
+        """Let sources push what they push. Returns when everything else may be pulled."""
+        self.written_bytes = 0
+        if self._pulls:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        if self._target is not None:
+            if self._pulls:  # of the run before: until then a source says READY to nobody, and does nothing for others
+                self._target.hear_done()
+            self._target.settle()
+            self._target.await_settled()
+            self.written_bytes = self._bound.nbytes
+            self._target.admit(run)
+            self._target.hear_done()  # else now: others begin to push meanwhile
+            self._target.hear(run, Signal.READY, self._signals.peers)
+        else:
+            self._signals.hear(run, Signal.READY)
+        self.written_bytes = self._bound.nbytes
+        self._began = time.monotonic()
+
+    def _pull(self, run: int) -> None:
+        """Pull what is not pushed, and wait until it has landed."""
         if self._slots.shares_gpu:
             self._slots.rounds(run)
             self._signals.hear(run, Signal.CAST, self._slots.sources)
@@ -213,36 +247,11 @@ class Reader:
         else:
             self._copies.launch(self._stream)
             self._slots.rounds(run)
-        self._end(run)
-
-    def _begin(self, run: int) -> None:
-        """Let sources push what they push. Returns when everything else may be pulled."""
-        self.written_bytes = 0
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        if self._target is not None:
-            self._target.hear_done()  # of the run before: it came long ago
-            self._target.settle()
-            self._target.await_settled()
-            self.written_bytes = self._bound.nbytes
-            self._target.admit(run)
-            self._target.hear(run, Signal.READY, self._signals.peers)
-        else:
-            self._signals.hear(run, Signal.READY)
-        self.written_bytes = self._bound.nbytes
-        self._began = time.monotonic()
-
-    def _end(self, run: int) -> None:
-        """Wait until everything has landed."""
         self._pulled.record(self._stream)
         self._signals.tell(run, Signal.STARTED)
         if not self._slots.shares_gpu:  # heard only now; a source that has died is named at once
             self._signals.hear(run, Signal.CAST, self._slots.sources)
         self._pulling.wait(dict.fromkeys(self._signals.peers, self._pulled), self._began)
-        if self._target is not None:
-            self._target.await_pushed(run, self._began)
-        self._signals.tell_last(run, Signal.DONE)
-        check_sums(self._bound, self._table, self._copies.damaged(), self._signals)
-        self._slots.check_sums()
 
     def end_writes(self) -> None:
         """Returns once this rank is written no more."""

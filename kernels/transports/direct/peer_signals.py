@@ -81,7 +81,8 @@ class PeerSignals:
     def tell_last(self, run: int, signal: int, peers: Collection[int] | None = None) -> None:
         """Send the last `signal` of a run to `peers`, by default all, and wait for none: who has left by now needs it no more.
 
-        gloo may not notice for long that the receiver of a message has left. Peers begin the next run once it has come.
+        gloo may not notice for long that the receiver of a message has left. Peers post a buffer for it before they begin the next
+        run, so it has come by then, or comes at once.
         """
         for peer in self.peers if peers is None else peers:
             with suppress(PeerLostError):
@@ -127,9 +128,10 @@ class PeerSignals:
         message.wait(timeout_s)
         heard: tuple[int, int, int] = _MESSAGE.unpack(buffer.numpy().tobytes())  # type: ignore[assignment]
         last_run, last = self._unawaited.get(peer, (heard[0], None))
-        if last is not None and last_run < heard[0]:  # it has come: the peer has begun the next run
+        if last is not None and last_run < heard[0]:  # the peer has begun the next run
             del self._unawaited[peer]
-            last.drop()
+            with suppress(TransferError):  # it has come, or comes now
+                last.wait()
         return heard
 
     def close(self) -> None:

@@ -36,7 +36,7 @@ from mcore_reshard.kernels.cuda.device_memory import is_plain
 from mcore_reshard.kernels.cuda.executed_tiles import NameOf, PlacedCopies, computed_problems, tile_problems
 from mcore_reshard.kernels.cuda.exported import Export
 from mcore_reshard.kernels.cuda.ipc import export_event, open_event, withdraw_event
-from mcore_reshard.kernels.cuda.streams import forked
+from mcore_reshard.kernels.cuda.streams import joined
 from mcore_reshard.kernels.cuda.tiles import interleaved
 from mcore_reshard.kernels.errors import DeadlineError, TransferError
 from mcore_reshard.kernels.rendezvous.polling import CLOSE_S, EventPoller
@@ -123,8 +123,9 @@ class Pushes:
         return made
 
     def prepare(self, settled: torch.cuda.Event) -> None:
-        """Queue what may happen before others may be written, once `settled` has happened: scales of casts."""
-        self._stream.wait_event(settled)
+        """Queue what may happen before others may be written: scales of casts. Everything comes after `settled`."""
+        for stream in (self._stream, *self._engine_streams):  # now, not when others wait for what is pushed
+            stream.wait_event(settled)
         for gather in self._cast.values():
             gather.launch_scales(self._stream)
 
@@ -142,7 +143,7 @@ class Pushes:
 
     def launch(self, waves: Iterable[int], pushed: Pushed = lambda events: None) -> None:
         """Queue waves as they come. `pushed` is called for each of them."""
-        with forked(self._stream, self._engine_streams):
+        with joined(self._stream, self._engine_streams):
             for wave in waves:
                 if wave in self._plain:
                     self._plain[wave].queue(self._stream)
@@ -300,17 +301,19 @@ class Target:
             self._is_overdue = True
             raise
 
-    def await_pushed(self, run: int, begin: float) -> None:
-        """Wait for the events of those who push here at once since `begin`; for their words, if that takes long."""
-        self._not_done = run
+    def await_pushed(self, begin: float) -> None:
+        """Wait for the events of those who push here at once; all had said so by `begin`. If it takes long, for their words."""
+        self._not_done = self._run
         self._pushing.wait(self._pushed, begin, when_late=self.hear_done)
         self._left.clear()
 
     def hear_done(self) -> None:
-        """Hear what those who push here said when they were done, in the last run."""
+        """Hear what those who push here said when they were done: in this run, or in the one before, of which all has landed."""
         run, self._not_done = self._not_done, None
-        if run is not None:
+        if run == self._run:
             self.end(run)
+        elif run is not None:
+            self.hear(run, Signal.DONE)
 
     def end(self, run: int) -> None:
         """Wait until others say that they have written everything."""
