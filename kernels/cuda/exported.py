@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from mcore_reshard.kernels.errors import SessionError, TransportUnavailable
@@ -35,7 +35,13 @@ class Export:
     tensors: Mapping[str, tuple[int, int]]
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        said = {
+            "host": self.host,
+            "process": self.process,
+            "allocations": self.allocations,
+            "tensors": {**self.tensors},
+        }
+        return json.dumps(said)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Export:

@@ -51,11 +51,17 @@ def publish(store: StoreKeys, key: str, value: Any) -> None:
 
 def fetch(store: StoreKeys, key: str, waiting: Waiting, parse: Callable[[Any], T], *, timeout_s: float) -> T:
     """The value that `waiting.peer` publishes as `key`. Raises `DeadlineError` if it publishes none."""
+    content = fetch_content(store, key, waiting, timeout_s=timeout_s)
+    return parse_stored(key, content, parse, written_by=waiting.peer)
+
+
+def fetch_content(store: StoreKeys, key: str, waiting: Waiting, *, timeout_s: float) -> bytes:
+    """The same, as it lies on the store."""
     try:
         store.wait([key], timedelta(seconds=timeout_s))
     except DistStoreError as error:
         raise DeadlineError(waiting, f"{waiting.peer} published nothing within {timeout_s:g} s") from error
-    return parse_stored(key, store.get(key, writer=seat_of(waiting.peer)), parse, written_by=waiting.peer)
+    return store.get(key, writer=seat_of(waiting.peer))
 
 
 def seat_of(name: str) -> str:

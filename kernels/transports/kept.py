@@ -24,7 +24,7 @@ import torch
 from mcore_reshard.kernels.cuda.exported import Allocation, Export, addresses_of
 from mcore_reshard.kernels.errors import SessionError, TransportUnavailable, Waiting
 from mcore_reshard.kernels.events import log_event
-from mcore_reshard.kernels.rendezvous.exchange import fetch, publish, seat_of
+from mcore_reshard.kernels.rendezvous.exchange import fetch_content, seat_of
 from mcore_reshard.kernels.rendezvous.store_keys import StoreKeys
 
 
@@ -169,7 +169,7 @@ class Kept:
             if own.digest in self._published:
                 return
             self._published.add(own.digest)
-        publish(self._keys or keys, f"{seat_of(rank_name)}/{own.digest}", own.text)
+        (self._keys or keys).set(f"{seat_of(rank_name)}/{own.digest}", own.text)
 
     # --- memory of peers ------------------------------------------------------------------------------------------
 
@@ -183,8 +183,8 @@ class Kept:
             if exported := self._exports.get(key):
                 self.counts["exports known"] += 1
             else:
-                text = fetch(self._keys or keys, "/".join(key), waiting, str, timeout_s=timeout_s)
-                if sha256(text.encode()).hexdigest() != digest:
+                text = fetch_content(self._keys or keys, "/".join(key), waiting, timeout_s=timeout_s)
+                if sha256(text).hexdigest() != digest:
                     raise SessionError(f"{waiting.peer} has published another export than it says: begin a new session")
                 exported = self._exports[key] = Export.from_json(text)
                 self.counts["exports read"] += 1

@@ -21,7 +21,7 @@ def require_tensor_pattern(pattern: str) -> None:
     _require(pattern, _TENSOR_PLACES)
 
 
-def fill(pattern: str, *, layer: int | None = None, expert: int | None = None, vp: int = 0) -> str:
+def fill(pattern: str, *, layer: int | None = None, expert: int | str | None = None, vp: int = 0) -> str:
     """The name with these numbers: `mlp.{layer}.{expert}`, layer=3, expert=7 -> `mlp.3.7`. Never raises."""
     return (
         pattern.replace("{layer}", str(layer)).replace("{expert}", str(expert)).replace("{vp}", str(vp))

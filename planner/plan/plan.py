@@ -130,15 +130,19 @@ class TransferGroup:
 
     def tensor_names(self, tensor: LocalTensor, world: World) -> list[str]:
         """The names of the tensors that hold the members on one end, each once; `tensor.name` is their pattern."""
+        patterns = [_tensor_name(tensor, world, place, "{expert}") for place in self.layers]
+        if "{expert}" not in tensor.name:
+            return patterns
         first = self.slot(world, 0)
-        slots = range(first, first + (self.expert_count if "{expert}" in tensor.name else 1))
-        return [_tensor_name(tensor, world, place, slot) for place in self.layers for slot in slots]
+        slots = range(first, first + self.expert_count)
+        parts = [pattern.split("{expert}") for pattern in patterns]  # names may be 30,000: to fill each in takes longer
+        return [f"{before}{slot}{behind}" for before, behind in parts for slot in slots]
 
     def tensor_name(self, tensor: LocalTensor, world: World, member: int) -> str:
         return _tensor_name(tensor, world, self.layers[member // self.expert_count], self.slot(world, member))
 
 
-def _tensor_name(tensor: LocalTensor, world: World, place: LayerPlace, slot: int) -> str:
+def _tensor_name(tensor: LocalTensor, world: World, place: LayerPlace, slot: int | str) -> str:
     vp, layer = (place.vp_stage, place.local) if world == "train" else (0, place.layer)
     return fill(tensor.name, vp=vp, layer=layer, expert=slot)
 
