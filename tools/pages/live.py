@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import textwrap
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from live.cases import REFIT_WORKER, TRITON, Case, cases_on
 
 from .svg import Drawing
+from .text import wrapped
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 LINKS = "../tools/results"
@@ -59,7 +59,7 @@ def _live_table(file: Path) -> str:
     tensors = sum(row["tensors"] for row in refits)
     wrong = sum(row["wrong_tensors"] for row in refits)
     lines = [
-        _wrapped(
+        wrapped(
             f"{_about(data, file)}: {equal} of {len(data['cases'])} sessions equal, {len(refits)} refits,"
             f" {tensors:,} tensors compared, {wrong} with a wrong byte."
         ),
@@ -104,7 +104,7 @@ def whole_section(folder: Path = RESULTS) -> str:
     for file in sorted(folder.glob("live-whole-x*.json")):
         data = json.loads(file.read_text())
         parts += [
-            _wrapped(f"{data['model']}, {_about(data, file)}:"),
+            wrapped(f"{data['model']}, {_about(data, file)}:"),
             "",
             "| transport | GB | wrong parameters | a refit | GB/s | around the call | first refit | prepare |",
             "|---|---|---|---|---|---|---|---|",
@@ -132,7 +132,7 @@ def in_flight_section(folder: Path = RESULTS) -> str:
         data = json.loads(file.read_text())
         parts += [
             "",
-            _wrapped(f"{data['model']}, {_about(data, file)}:"),
+            wrapped(f"{data['model']}, {_about(data, file)}:"),
             "",
             "| CTAs | tokens/s without a refit | during one | share | a refit | refits |",
             "|---|---|---|---|---|---|",
@@ -203,7 +203,7 @@ def grpo_section(folder: Path = RESULTS) -> str:
     data = json.loads(file.read_text())
     steps = len(next(run["reward"] for run in data["runs"] if "reward" in run))
     lines = [
-        _wrapped(
+        wrapped(
             f"{_about(data, file)}. {steps} steps, 5 seeds; the end is the mean of the last {data['last']} steps. Fixed"
             f" beforehand: at least {data['learned']} with refits, and {data['margin']} less than that seed without."
             f" {_verdict(data)}."
@@ -279,7 +279,3 @@ def _about(data: dict[str, Any], file: Path) -> str:
     named = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
     driver = f", driver {data['driver']}" if "driver" in data else ""
     return f"{data['hardware']}{driver}, {named}, {data['date']} ([data]({LINKS}/{file.name}))"
-
-
-def _wrapped(text: str) -> str:
-    return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import textwrap
 from pathlib import Path
 from typing import Any
+
+from .text import wrapped
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 LINKS = "../tools/results"
@@ -23,7 +24,7 @@ def _of_file(file: Path) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
     driver = f", driver {data['driver']}" if "driver" in data else ""
     lines = [
-        _wrapped(
+        wrapped(
             f"{data['hardware']}{driver}, {data['cores']} cores, {versions}, {data['date']} (`python"
             f" tools/bench_prepare.py`, [data]({LINKS}/{file.name})). {data['model']}, transport `{data['transport']}`."
         ),
@@ -63,7 +64,7 @@ def _of_file(file: Path) -> str:
         verdicts.append(f"{session['ranks']} takes {slowest_s:.2f} s, {reached}")
     lines += [
         "",
-        _wrapped(
+        wrapped(
             f"{traces} The goal is {data['goal_s']:g} s for the slowest connect and all measured traces from a full"
             f" cache together: {'; '.join(verdicts)}."
         ),
@@ -78,7 +79,3 @@ def _trace(side: str, trace: dict[str, Any]) -> str:
         f"The trace of a real rank of the {side} takes {trace['cold_s']:.2f} s with an empty cache,"
         f" {trace['warm_s']:.2f} s with a full one."
     )
-
-
-def _wrapped(text: str) -> str:
-    return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import statistics
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from .text import wrapped
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 LINKS = "../tools/results"
@@ -38,7 +39,7 @@ def faults_section(folder: Path = RESULTS) -> str:
         shape = ", one rank a side" if all(row.get("pair") for row in rows) else ""
         noted = f" {data['note']}" if "note" in data else ""
         parts += [
-            _wrapped(
+            wrapped(
                 f"{len(rows)} cells over {transports}{shape}; {where}; Python {data['versions']['python']},"
                 f" torch {data['versions']['torch']}; {data['date']}; a deadline of {data['deadline_s']:g} s"
                 f" ([data]({LINKS}/{file.name})).{noted}"
@@ -99,11 +100,7 @@ def _kind(fault: str) -> str:
 def _problem_line(row: Mapping[str, Any]) -> str:
     said = "; ".join(f"{COUNTED[kind]}: {found[0]}" for kind, found in row["problems"].items())
     seat = f" of {row['seat']}" if "seat" in row else ""
-    return _wrapped(f"- {row['fault']} of {row['victim']}, {row['phase']}{seat}, {row['transport']}: {said}", "  ")
-
-
-def _wrapped(text: str, indent: str = "") -> str:
-    return textwrap.fill(text, 100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return wrapped(f"- {row['fault']} of {row['victim']}, {row['phase']}{seat}, {row['transport']}: {said}", "  ")
 
 
 def soak_section(folder: Path = RESULTS) -> str:
@@ -113,7 +110,7 @@ def soak_section(folder: Path = RESULTS) -> str:
     slower = max(each["slower"] for each in grown)
     store = data["growth"]["train:0"]
     noted = f" {data['note']}" if "note" in data else ""
-    return _wrapped(
+    return wrapped(
         f"{data['refits']:,} refits in one session, every fiftieth of which fails on purpose ({data['date']},"
         f" `make soak`, [data]({LINKS}/soak.json)): {len(data['problems'])} problems. After every fiftieth a third"
         f" replica comes, takes part in two, and leaves. From the second quarter to the last one memory grew by"

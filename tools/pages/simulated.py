@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import textwrap
 from pathlib import Path
 from statistics import median
+
+from .text import wrapped
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 LINKS = "../tools/results"
@@ -24,7 +25,7 @@ def shaped_section() -> str:
     refits = len(data["rows"][0]["seconds"])
     busy = max(row["others"] for row in data["rows"])
     lines = [
-        _wrapped(
+        wrapped(
             f"{data['cpu']}, Linux {data['kernel']}, Python {data['python']}, torch {data['torch']}, {data['date']};"
             f" NICs of {rate:.0f} MB/s, medians of {refits} refits (`python tools/shaped_hosts.py`,"
             f" [data]({LINKS}/shaped-hosts.json)). Other processes took up to {busy:.0%} of the cores. Every link"
@@ -53,7 +54,7 @@ def gpus_section() -> str:
     )
     dates = sorted({row["date"] for row in data["rows"]})
     lines = [
-        _wrapped(
+        wrapped(
             f"Measured {' to '.join(dict.fromkeys([dates[0], dates[-1]]))} (`python tools/predict_gpus.py`,"
             f" [data]({LINKS}/predicted-gpus.json)). Calibrated GB/s of {speeds}."
         ),
@@ -79,7 +80,7 @@ def host_bounds_section() -> str:
     """A row for each refit between hosts: the plan's links and the simulated rounds, in units of the bound; and rails."""
     data = json.loads((RESULTS / "host-bounds.json").read_text())
     lines = [
-        _wrapped(
+        wrapped(
             f"Hosts of `{data['machine']}`, {data['date']} (`python tools/host_bounds.py`,"
             f" [data]({LINKS}/host-bounds.json)):"
         ),
@@ -94,7 +95,3 @@ def host_bounds_section() -> str:
         rails = "-" if row["rail_share"] is None else f"{row['rail_share']:.1%}"
         lines.append(f"| {row['name']} | {bound * 1e3:.0f} ms | {shown} | {rails} |")
     return "\n".join(lines)
-
-
-def _wrapped(text: str) -> str:
-    return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)

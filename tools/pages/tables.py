@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import re
-import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from . import compared, live, prepared, reliability, simulated
+from .text import noted, wrapped
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "tools" / "results"
@@ -52,7 +52,7 @@ def numbers_section() -> str:
 def planner_section() -> str:
     data = json.loads((RESULTS / "planner.json").read_text())
     lines = [
-        _wrapped(
+        wrapped(
             f"DeepSeek-V3, every HF parameter: {data['what']}. {data['cpu']}, Python {data['python']}, numpy"
             f" {data['numpy']}, {data['date']} (`make bench`, [data]({LINKS}/planner.json))."
         ),
@@ -91,7 +91,7 @@ _CHANGED = {"num_key_value_heads": "KV heads", "vocab_size": "vocabulary"}
 
 def attack_section() -> str:
     data = json.loads((RESULTS / "mutation_score.json").read_text())
-    return _wrapped(
+    return wrapped(
         f"The attack ({data['date']}, [data]({LINKS}/mutation_score.json), `python tools/mutation_score.py`):"
         f" {data['found']} of {data['mutants']} mutants of {data['classes']} bug classes are found. The product refuses"
         f" {data['refused_by_the_product']} before or while bytes move. Only golden or tests can show the other"
@@ -110,12 +110,12 @@ def gpu_section(folder: Path = RESULTS) -> str:
         named = _versions(data)
         driver = f", driver {data['driver']}" if "driver" in data else ""
         named += "".join(f", {name}={value}" for name, value in data["environment"].items() if name != "NCCL_VERSION")
-        parts.append(_wrapped(f"{data['hardware']}{driver}, {named}, {data['date']} ([data]({LINKS}/{file.name})):"))
+        parts.append(wrapped(f"{data['hardware']}{driver}, {named}, {data['date']} ([data]({LINKS}/{file.name})):"))
         parts.append(_measured_table(data))
         if data["date"] < _NCCL_ROUNDS and any(row["method"].startswith("nccl") for row in data["rows"]):
-            parts.append(_wrapped(f"Rows of `nccl` are from before the rounds of today ({_NCCL_ROUNDS})."))
+            parts.append(wrapped(f"Rows of `nccl` are from before the rounds of today ({_NCCL_ROUNDS})."))
         if "note" in data:
-            parts.append(_wrapped(data["note"]))
+            parts.append(wrapped(data["note"]))
         if lines := _not_measured(data):
             parts.append("\n".join(["Not measured:", "", *lines]))
     return "\n\n".join(parts)
@@ -130,7 +130,7 @@ def shared_section(folder: Path = RESULTS) -> str:
     dtypes = {name: workload["dtypes"] for name, workload in first["workloads"].items()}
     dates = [data["date"] for _, data in runs]
     lines = [
-        _wrapped(
+        wrapped(
             f"Driver {first['driver']}, {_versions(first)}, from {min(dates)} to {max(dates)}"
             " (`python tools/bench_refit.py --colocated`, or `--ranks 4` on two GPUs):"
         ),
@@ -152,7 +152,7 @@ def shared_section(folder: Path = RESULTS) -> str:
             )
     for _, data in runs:
         if "note" in data:
-            lines += ["", _wrapped(f"{data['hardware']}, {data['shared']}: data {data['note']}.")]
+            lines += ["", wrapped(f"{data['hardware']}, {data['shared']}: data {data['note']}.")]
     return "\n".join(lines)
 
 
@@ -162,7 +162,7 @@ def one_gpu_section() -> str:
     (workload,) = data["workloads"].values()
     limit = next(row for row in data["rows"] if row["method"] == "copy-engine")["gb_per_s_per_receiver"]
     lines = [
-        _wrapped(
+        wrapped(
             f"{workload['model']}, {workload['layers']} layers, BF16, {data['hardware']}, driver {data['driver']},"
             f" {_versions(data)}, {data['date']} ([data]({LINKS}/one-gpu-x1.json)):"
         ),
@@ -184,9 +184,9 @@ def links_section(folder: Path = RESULTS) -> str:
 def _links_table(file: Path) -> str:
     data = json.loads(file.read_text())
     lines = [
-        _wrapped(
+        wrapped(
             f"{data['what']}, {data['hardware']}, driver {data['driver']}, torch {data['versions']['torch']},"
-            f" {data['date']} (`python tools/bench_links.py`, [data]({LINKS}/{file.name})).{_noted(data)}"
+            f" {data['date']} (`python tools/bench_links.py`, [data]({LINKS}/{file.name})).{noted(data)}"
         ),
         "",
         "| GPUs | copy engines | pushing | our kernel, one source after another | in turns of a tile | pushing |"
@@ -213,7 +213,7 @@ def _puts_table(file: Path) -> str:
     """A row for each way and size of message: by each library, and what the receiver keeps of matrix products."""
     data = json.loads(file.read_text())
     lines = [
-        _wrapped(
+        wrapped(
             f"{data['hardware']}, {data['date']}: GB/s from one to the other, and of its speed in matrix products, what the"
             f" receiver keeps meanwhile (`python tools/bench_puts.py`, [data]({LINKS}/{file.name})):"
         ),
@@ -250,15 +250,15 @@ def kernels_section(folder: Path = RESULTS) -> str:
         return min(fitting, key=lambda attempt: attempt["ms"], default=None)
 
     lines = [
-        _wrapped(
+        wrapped(
             f"{data['what']}, {data['hardware']}, driver {data['driver']}, {_versions(data)}, {data['date']}"
-            f" (`python tools/bench_kernels.py`, [data]({LINKS}/{file.name})).{_noted(data)} Each figure is the best of"
+            f" (`python tools/bench_kernels.py`, [data]({LINKS}/{file.name})).{noted(data)} Each figure is the best of"
             " several configurations. The first launch is that of a small table in a fresh process, compiling included."
         ),
         "",
         "Columns:",
         "",
-        *(_wrapped(f"- {name}: {case['what']}", "  ") for name, case in data["cases"].items()),
+        *(wrapped(f"- {name}: {case['what']}", "  ") for name, case in data["cases"].items()),
         "",
         f"| method | {' | '.join(cases)} | launches | first launch |",
         f"|{'---|' * (len(cases) + 3)}",
@@ -279,7 +279,7 @@ def kernels_section(folder: Path = RESULTS) -> str:
         lines.append(f"| {label} | {rates} | {' to '.join(map(str, launches))} | {first} |")
     if failed := [row for row in data["rows"] if "error" in row]:
         lines += ["", "Not measured:", ""]
-        lines += [_wrapped(f"- {row['method']}, {row['case']}: {row['error']}.", "  ") for row in failed]
+        lines += [wrapped(f"- {row['method']}, {row['case']}: {row['error']}.", "  ") for row in failed]
     return "\n".join(lines)
 
 
@@ -290,7 +290,7 @@ def source_checks_section(folder: Path = RESULTS) -> str:
         data = json.loads(file.read_text())
         off = {row["workload"]: row["ms"] for row in data["rows"] if row["checks"] == "off"}
         lines = [
-            _wrapped(
+            wrapped(
                 f"{data['hardware']}, driver {data['driver']}, {_versions(data)}, {data['date']}"
                 f" (`python tools/bench_source_checks.py`, [data]({LINKS}/{file.name})). Medians of {data['repeats']} pulls,"
                 " from one rank to one rank."
@@ -329,7 +329,7 @@ def session_cost_section(file: Path = RESULTS / "session-cost-x2.json") -> str:
     what = {"none": "before, no checks", "off": "now, `source_checks='off'`", "sampled": "now, `sampled`"}
     means = {kind: mean(row["ms"] for row in sessions if row["source_checks"] == kind) for kind in what}
     lines = [
-        _wrapped(
+        wrapped(
             f"Qwen3-30B-A3B, 61 GB in 12,627 tensors, one H200 to another. {data['hardware']}, driver {data['driver']},"
             f" {_versions(data)}, {data['date']} ([data]({LINKS}/{file.name})). Medians of {data['repeats']} refits a launch."
         ),
@@ -350,11 +350,6 @@ def session_cost_section(file: Path = RESULTS / "session-cost-x2.json") -> str:
 
 def _versions(data: dict[str, Any]) -> str:
     return ", ".join(f"{name} {version}" for name, version in data["versions"].items())
-
-
-def _noted(data: dict[str, Any]) -> str:
-    """A sentence of the data file's own, where it has one."""
-    return f" {data['note'][0].upper()}{data['note'][1:]}." if "note" in data else ""
 
 
 def goals_section(folder: Path = RESULTS) -> str:
@@ -449,7 +444,7 @@ def _not_measured(data: dict[str, Any]) -> list[str]:
             what = f"{workload['model']}: {workload['what']}"
             reasons.setdefault((row["method"], row["skipped"]), []).append(what)
     return [
-        _wrapped(f"- `{method}`, {'; '.join(names)}: {reason}.", "  ") for (method, reason), names in reasons.items()
+        wrapped(f"- `{method}`, {'; '.join(names)}: {reason}.", "  ") for (method, reason), names in reasons.items()
     ]
 
 
@@ -475,7 +470,7 @@ def gpu_validation_section() -> str:
         sentences = [
             f"- On {data['hardware']} ({'; '.join(sorted({case['source'] for case in compared}))}; torch"
             f" {data['versions']['torch']}, NCCL {data['versions']['nccl']}, {data['date']},"
-            f" [data]({LINKS}/{file.name})).{_noted(data)} Cases compared of those that fit: {', '.join(counts)}."
+            f" [data]({LINKS}/{file.name})).{noted(data)} Cases compared of those that fit: {', '.join(counts)}."
             f" They are {sum(case.get('tensors', 0) for case in compared):,} tensors,"
             f" {sum(case.get('wrong', 1) for case in compared)} with a wrong byte.",
             *(
@@ -485,7 +480,7 @@ def gpu_validation_section() -> str:
             ),
             *(["The others were not run."] if not_run else []),
         ]
-        lines.append(_wrapped(" ".join(sentences), "  "))
+        lines.append(wrapped(" ".join(sentences), "  "))
     return "\n".join(lines)
 
 
@@ -504,7 +499,7 @@ def _coverage(file: Path) -> str:
     compared = [case for case in refits if "refits" in case]
     dates = sorted({case["date"] for case in cases})
     parts = [
-        _wrapped(
+        wrapped(
             f"{_versions(data)}; {' to '.join(dict.fromkeys((dates[0], dates[-1])))}, [data]({LINKS}/{file.name})."
             f" {len(compared)} cases, three refits each: {sum(case['tensors'] for case in compared):,} tensors compared,"
             f" {sum(case['wrong'] for case in compared)} with a wrong byte."
@@ -526,7 +521,7 @@ def _coverage(file: Path) -> str:
     if drawn := data["random"]:
         refitted = [case for case in drawn if "refits" in case]
         parts.append(
-            _wrapped(
+            wrapped(
                 f"Random tiny models, those with rules too (`tests/helpers/random_cases.py`): {len(refitted)} of"
                 f" {len({case['model'] for case in refitted})} families on random meshes, two refits each:"
                 f" {sum(case['tensors'] for case in refitted):,} tensors compared,"
@@ -606,7 +601,7 @@ def _by_reason(entries: Iterable[tuple[str, str]]) -> list[str]:
     named: dict[str, list[str]] = {}
     for reason, name in entries:
         named.setdefault(reason, []).append(name)
-    return [_wrapped(f"- {', '.join(names)}: {reason}.", "  ") for reason, names in named.items()]
+    return [wrapped(f"- {', '.join(names)}: {reason}.", "  ") for reason, names in named.items()]
 
 
 def json_keys_section() -> str:
@@ -625,13 +620,6 @@ def json_keys_section() -> str:
         ]
         lines.append(f"| `{command}` | {', '.join(cells)} |")
     return "\n".join(lines)
-
-
-def _wrapped(text: str, indent: str = "") -> str:
-    """A paragraph at 100 columns. Links and `code` stay whole."""
-    joined = re.sub(r"`[^`]*`", lambda code: code[0].replace(" ", "\0"), text)
-    filled = textwrap.fill(joined, 100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-    return filled.replace("\0", " ")
 
 
 SECTIONS: dict[str, Callable[[], str]] = {
