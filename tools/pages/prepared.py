@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .text import wrapped
+from .text import noted, wrapped
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 LINKS = "../tools/results"
@@ -66,7 +66,7 @@ def _of_file(file: Path) -> str:
         "",
         wrapped(
             f"{traces} The goal is {data['goal_s']:g} s for the slowest connect and all measured traces from a full"
-            f" cache together: {'; '.join(verdicts)}."
+            f" cache together: {'; '.join(verdicts)}.{noted(data)}"
         ),
     ]
     return "\n".join(lines)

@@ -86,7 +86,7 @@ def what_is_pushed(*, is_mutual: bool, by_engine: bool) -> PushedPart:
     """What training ranks push to a reader, as far as they may write its memory; it pulls everything else.
 
     Everything where GPUs would read each other, since they have ranks of both sides. Two GPUs write to each other at 356 GB/s by
-    kernels, and read at 337. On two H100s, Qwen3-30B took 41.3 to 42.0 ms in place of 43.3, in FP8 22.1 to 22.6 in place of 23.7.
+    kernels, and read at 337. On two H100s, Qwen3-30B took 41.2 ms in place of 43.3, and in FP8 22.1 in place of 23.7.
     Otherwise casts. But these go through slots to a reader that a copy engine helps with all its sources. Between two H200s it
     moves 390 GB/s with the kernel beside it, between two H100s and two others 380; a kernel that casts and writes moves 367.
     """
