@@ -138,9 +138,9 @@ def end_and_signals(
         return signals, end_of_chain(signals, bound, chain.among_replicas)
     cast = parted(schedule)[1].peers
     written = cast - sleeping if world == "train" else frozenset() if rank in sleeping else cast
-    slots = Slots(signals, {*cast - written} if not mutual else set(), sends=world == "train")
     if mutual:
         written = frozenset(signals.peers)
+    slots = Slots(signals, {*cast - written}, sends=world == "train")
     kind: Any = ends.Source if world == "train" else ends.Reader
     read = {} if mutual else dict.fromkeys(signals.peers)
     end = end_of(kind, signals, not_done=None, read=read, pulls=not mutual, slots=slots, bound=bound)
@@ -211,7 +211,7 @@ def fail_while_written(number: int, address: str, plan: Plan, writer_fails: bool
         end._target.end = fail
     if name == "gen:0":
         end._pushes._stream = MagicMock(query=written)
-        end._pushes._pushing.wait = lambda *_: EventPoller(5.0).until(written)
+        end._pushes._pushing.wait = lambda events: EventPoller(5.0).until(written)
         if writer_fails:
             end._pushes.end = partial(fail, 1)
     said = ""
@@ -487,7 +487,7 @@ def lose_a_source_while_written(number: int, address: str, plan: Plan, lost: str
     signals, end = end_and_signals(number, address, plan)
     name, store = signals.rank_name, signals.store
 
-    def write(*_: Any) -> None:
+    def write(events: Any) -> None:
         store.set("writing", "")
         time.sleep(WRITES_S)
         store.set("written", "")

@@ -55,7 +55,7 @@ def _ratio(rows: list[Row]) -> tuple[str, bool]:
 def _at_most(most: float) -> Judge:
     def judge(rows: list[Row]) -> tuple[str, bool]:
         ratio = rows[0]["ms"] / rows[1]["ms"]
-        return f"{ratio:.2f} x", ratio <= most
+        return f"{ratio:.3f} x", ratio <= most
 
     return judge
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .text import wrapped
+from .text import noted, wrapped
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 LINKS = "../tools/results"
@@ -37,12 +37,11 @@ def faults_section(folder: Path = RESULTS) -> str:
         transports = " and ".join(dict.fromkeys(row["transport"] for row in rows))
         where = data["machine"] if data["hardware"] == "CPU" else data["hardware"]
         shape = ", one rank a side" if all(row.get("pair") for row in rows) else ""
-        noted = f" {data['note']}" if "note" in data else ""
         parts += [
             wrapped(
                 f"{len(rows)} cells over {transports}{shape}; {where}; Python {data['versions']['python']},"
                 f" torch {data['versions']['torch']}; {data['date']}; a deadline of {data['deadline_s']:g} s"
-                f" ([data]({LINKS}/{file.name})).{noted}"
+                f" ([data]({LINKS}/{file.name})).{noted(data)}"
             ),
             "\n".join(["| cells with | |", "|---|---|", *_counts(data["counts"])]),
             "\n".join([_FAULT_HEAD, *_fault_rows(rows)]),
@@ -109,7 +108,6 @@ def soak_section(folder: Path = RESULTS) -> str:
     memory = max(each["rss_mb"] for each in grown)
     slower = max(each["slower"] for each in grown)
     store = data["growth"]["train:0"]
-    noted = f" {data['note']}" if "note" in data else ""
     return wrapped(
         f"{data['refits']:,} refits in one session, every fiftieth of which fails on purpose ({data['date']},"
         f" `make soak`, [data]({LINKS}/soak.json)): {len(data['problems'])} problems. After every fiftieth a third"
@@ -117,5 +115,5 @@ def soak_section(folder: Path = RESULTS) -> str:
         f" {memory:g} MB at most on a rank and by {store['store_rss_mb']:g} MB in the store,"
         f" descriptors by {max(each['descriptors'] for each in grown):g},"
         f" threads by {max(each['threads'] for each in grown):g}, keys by {store['store_keys']:g}."
-        f" The fastest refits took {slower:.2f} times as long.{noted}"
+        f" The fastest refits took {slower:.2f} times as long.{noted(data)}"
     )

@@ -115,7 +115,7 @@ def gpu_section(folder: Path = RESULTS) -> str:
         if data["date"] < _NCCL_ROUNDS and any(row["method"].startswith("nccl") for row in data["rows"]):
             parts.append(wrapped(f"Rows of `nccl` are from before the rounds of today ({_NCCL_ROUNDS})."))
         if "note" in data:
-            parts.append(wrapped(data["note"]))
+            parts.append(wrapped(noted(data).strip()))
         if lines := _not_measured(data):
             parts.append("\n".join(["Not measured:", "", *lines]))
     return "\n\n".join(parts)
