@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from uuid import uuid4
 
@@ -84,24 +85,28 @@ def _serial(address: int) -> int:
     return int(_check_call(driver.cuPointerGetAttribute(attribute, address), "number an allocation"))
 
 
-def open_memory(allocation: Allocation, device: torch.device, owner: str) -> int:
-    """Map an allocation of another process for kernels of `device`, and return its address here.
+@contextmanager
+def mapping_for(device: torch.device) -> Iterator[None]:
+    """What this thread opens and closes meanwhile is for kernels of `device`."""
+    with torch.cuda.device(device):
+        torch.cuda.current_stream(device)  # makes the device's context current
+        yield
+
+
+def open_memory(allocation: Allocation, owner: str) -> int:
+    """Map an allocation of another process, under `mapping_for` a device, and return its address here.
 
     Raises `TransportUnavailable` if that is impossible.
     """
     handle = driver.CUipcMemHandle()
     handle.reserved = bytes.fromhex(allocation.handle)
     flags = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS.value
-    with torch.cuda.device(device):
-        torch.cuda.current_stream(device)  # makes the device's context current
-        return int(_check_call(driver.cuIpcOpenMemHandle(handle, flags), f"map the memory of {owner}"))
+    return int(_check_call(driver.cuIpcOpenMemHandle(handle, flags), f"map the memory of {owner}"))
 
 
-def close_memory(address: int, device: torch.device) -> None:
-    """Unmap what `open_memory` returned. Kernels that read it must have ended."""
-    with torch.cuda.device(device):
-        torch.cuda.current_stream(device)
-        _check_call(driver.cuIpcCloseMemHandle(address), "unmap a peer's memory")
+def close_memory(address: int) -> None:
+    """Unmap what `open_memory` returned, under `mapping_for` its device. Kernels that read it must have ended."""
+    _check_call(driver.cuIpcCloseMemHandle(address), "unmap a peer's memory")
 
 
 def export_event(event: torch.cuda.Event, device: torch.device) -> str:
@@ -147,13 +152,14 @@ class Mappings:
         Maps the allocations they lie in. Raises `TransportUnavailable` if that is impossible, `SessionError` for a
         name that is not exported.
         """
-        return addresses_of(exported, names, owner, lambda index: self._base(exported, index, owner))
+        with mapping_for(self._device):
+            return addresses_of(exported, names, owner, lambda index: self._base(exported, index, owner))
 
     def close(self) -> None:
         """Unmap everything. Kernels that read the mappings must have ended."""
-        while self._mapped:
-            _, address = self._mapped.popitem()
-            close_memory(address, self._device)
+        with mapping_for(self._device):
+            while self._mapped:
+                close_memory(self._mapped.popitem()[1])
 
     def _base(self, exported: Export, index: int, owner: str) -> int:
         """Where an allocation begins here."""
@@ -161,7 +167,7 @@ class Mappings:
         if exported.process == process():
             return allocation.address
         if allocation.handle not in self._mapped:
-            self._mapped[allocation.handle] = open_memory(allocation, self._device, owner)
+            self._mapped[allocation.handle] = open_memory(allocation, owner)
         return self._mapped[allocation.handle]
 
 

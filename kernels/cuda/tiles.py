@@ -119,6 +119,8 @@ class Boxes(NamedTuple):
         wide = _lowest_bit(self._loop_bits() | (self.src - self.dst))
         row = self.extents[:, ROW]
         pays = (wide > self.word_bytes()) & (row >= 4 * wide)
+        if not pays.any() and row.all():
+            return self
         head = np.where(pays, -self.src % wide, 0)
         body = np.where(pays, (row - head) // wide * wide, row)
         starts = np.stack([np.zeros_like(head), head, head + body], axis=1).reshape(-1)
@@ -142,6 +144,8 @@ class Boxes(NamedTuple):
         start = piece * step[owner]
         tiles = self._part(owner, level, start, np.minimum(step[owner], size[owner] - start))
         for dim in reversed(range(ROW)):
+            if (outside[dim] == 1).all():
+                continue
             rest, start = np.divmod(rest, outside[dim][owner])
             tiles = tiles._part(np.arange(len(owner)), dim, start, np.where(dim < level, 1, tiles.extents[:, dim]))
         return tiles

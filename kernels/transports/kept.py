@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from hashlib import sha256
 from threading import RLock
@@ -37,9 +38,11 @@ class Memory(Protocol):
 
     def serial_of(self, address: int) -> int | None: ...
 
-    def open_memory(self, allocation: Allocation, device: torch.device, owner: str) -> int: ...
+    def mapping_for(self, device: torch.device) -> AbstractContextManager[None]: ...
 
-    def close_memory(self, address: int, device: torch.device) -> None: ...
+    def open_memory(self, allocation: Allocation, owner: str) -> int: ...
+
+    def close_memory(self, address: int) -> None: ...
 
 
 class OwnExport(NamedTuple):
@@ -82,7 +85,8 @@ class Mappings:
                 bases[index] = self._kept._base(self, exported, owner, exported.allocations[index])
             return bases[index]
 
-        return addresses_of(exported, names, owner, base)
+        with self._kept._driver().mapping_for(self.device):
+            return addresses_of(exported, names, owner, base)
 
     def close(self, *, is_used: bool = False) -> None:
         """Use them no more. `is_used`: a kernel may still use them, so that they must stay mapped."""
@@ -208,7 +212,7 @@ class Kept:
             mapped = self._mapped.get(place)
             if mapped is None:
                 self._drop_reallocated(place, owner)
-                address = memory.open_memory(allocation, mappings.device, owner)
+                address = memory.open_memory(allocation, owner)
                 mapped = self._mapped[place] = _Mapping(place, address, mappings.device)
                 self._open[_handle_of(place)].add(mapped)
                 self.counts["allocations mapped"] += 1
@@ -252,7 +256,8 @@ class Kept:
                 del self._open[key]
             self.counts["allocations unmapped"] += 1
             try:
-                self._driver().close_memory(mapped.address, mapped.device)
+                with self._driver().mapping_for(mapped.device):
+                    self._driver().close_memory(mapped.address)
             except (
                 TransportUnavailable
             ) as error:  # the device is of no use any more, and what broke it is told elsewhere

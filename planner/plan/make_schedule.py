@@ -75,6 +75,7 @@ class RankView(View):
     expanded: dict[tuple[Any, ...], _Expanded] = field(default_factory=dict, repr=False, compare=False)  # and this
     # Both are numbered in the order of first use, anew in every copy that `replace` makes.
     tensors: dict[LocalTensor, int] = field(default_factory=dict, init=False)
+    numbers: dict[tuple[Any, ...], dict[str, int]] = field(default_factory=dict, init=False)  # by shape and dtype, name
     strided_boxes: dict[StridedBox, int] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -330,8 +331,12 @@ class RankView(View):
 
     def _tensor_ids(self, transfers: TransferGroup, pattern: LocalTensor, source: bool) -> NDArray[np.int64]:
         names = transfers.tensor_names(pattern, "train" if source else "gen")
-        tensors = (LocalTensor(name, pattern.shape, pattern.dtype) for name in names)
-        ids = [self.tensors.setdefault(tensor, len(self.tensors)) for tensor in tensors]
+        known = self.numbers.setdefault((pattern.shape, pattern.dtype), {})
+        for name in names:
+            if name not in known:
+                tensor = LocalTensor(name, pattern.shape, pattern.dtype)
+                known[name] = self.tensors.setdefault(tensor, len(self.tensors))
+        ids = [known[name] for name in names]
         return np.repeat(np.array(ids, dtype=np.int64), transfers.members // len(names))
 
     def _padding(self) -> Iterator[tuple[int, int, StridedBox]]:

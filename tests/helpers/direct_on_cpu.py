@@ -51,7 +51,7 @@ Tensors = Mapping[str, torch.Tensor]
 class OneAddressSpace(FakeMemory):
     """Memory that has the same address in all processes."""
 
-    def open_memory(self, allocation: Allocation, device: torch.device, owner: str) -> int:
+    def open_memory(self, allocation: Allocation, owner: str) -> int:
         self.open[allocation.address] = allocation
         return allocation.address
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from hashlib import sha512
@@ -38,6 +39,7 @@ class FakeMemory:
         self.addresses = count(1 << 40, 1 << 20)
         self.opened: list[tuple[str, str]] = []  # (owner, handle), ever
         self.open: dict[int, Allocation] = {}
+        self._device: torch.device | None = None  # that is mapped for
 
     def process(self) -> str:
         return self._process or f"{self._number}-{os.getpid()}"
@@ -59,7 +61,14 @@ class FakeMemory:
     def serial_of(self, address: int) -> int | None:
         return self.serials.get(address)
 
-    def open_memory(self, allocation: Allocation, device: torch.device, owner: str) -> int:
+    @contextmanager
+    def mapping_for(self, device: torch.device) -> Iterator[None]:
+        before, self._device = self._device, device
+        yield
+        self._device = before
+
+    def open_memory(self, allocation: Allocation, owner: str) -> int:
+        assert self._device is not None, "the driver does not know for which device"
         for each in self.open.values():
             assert each.handle != allocation.handle or each == allocation, "CUDA would map what was there before"
         self.opened.append((owner, allocation.handle))
@@ -67,7 +76,8 @@ class FakeMemory:
         self.open[address] = allocation
         return address
 
-    def close_memory(self, address: int, device: torch.device) -> None:
+    def close_memory(self, address: int) -> None:
+        assert self._device is not None, "the driver does not know on which device"
         del self.open[address]
 
 
