@@ -1,4 +1,8 @@
-"""No search for garbage while a session prepares: what it makes stays, and the search goes through all the process holds."""
+"""No search for garbage while a session prepares or moves bytes: a search goes through all that the process holds.
+
+What `prepare` makes stays. A refit makes next to nothing, and all ranks wait for the one that searches: one search took
+175 ms, where a refit takes 85.
+"""
 
 from __future__ import annotations
 

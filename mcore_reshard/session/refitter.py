@@ -28,6 +28,7 @@ from mcore_reshard.kernels.transports.base import StageReport
 from .agreement import agreed_kv_scales, check_kv_names, parse_word
 from .attempts import Call, next_version
 from .connection import Connection, Program
+from .gc_pause import gc_paused
 from .leader import Leader
 from .member import Member
 from .published import Published
@@ -87,6 +88,7 @@ class Refitter(Member):
         all_scales = agreed_kv_scales(call.words, "train:0")
         own_scales = self._own_kv_scales(rendezvous, "kv_scales", all_scales) if all_scales else {}
         names, fail = program.names, partial(self._fail_attempt, connection, program, attempt)
+        moves_by_name = names is None or bool(names)
         if names:  # exports are collectives: no rank may enter one while another's transfer has failed
             with Published(rendezvous, "bulk", fail):
                 with self._record.phase("bulk"):
@@ -99,12 +101,14 @@ class Refitter(Member):
         decide = self._record.timed("decide", vote)
         afterwards = ExitStack()
         with afterwards:
+            if not moves_by_name:  # else what is exported may be garbage that holds memory
+                afterwards.enter_context(gc_paused())
             with Published(rendezvous, arrived, fail):
                 if not names:
                     with self._record.phase("bulk"):
                         stages = self._move_bulk(connection, program, rendezvous, arrived)
                 misc_bytes = 0
-                if names is None or names:
+                if moves_by_name:
                     with self._record.phase("misc"):
                         misc_bytes = self._move_by_name(connection, names, attempt, afterwards)
                 if is_staged and not in_background:

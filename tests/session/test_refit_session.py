@@ -112,7 +112,7 @@ def arguments(**given: Any) -> dict[str, Any]:
 
 
 def changed(options: dict[str, Any]) -> dict[str, Any]:
-    return {"digest": options.pop("digest")} if "digest" in options else {}
+    return {name: options.pop(name) for name in ("digest", "misc") if name in options}
 
 
 def seat(rank: int, address: str, worlds: tuple[int, int], **options: Any) -> Trainer | Engine:
@@ -418,13 +418,17 @@ def with_bad_executor(
 
 
 class Noting(GlooExecutor):
-    """Notes whether Python collects cycles while executors are connected."""
+    """Notes whether Python collects cycles while executors are connected, and while they run."""
 
     collecting: bool | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         Noting.collecting = gc.isenabled()
         super().__init__(*args, **kwargs)
+
+    def run(self) -> tuple[StageReport, ...]:
+        Noting.collecting = gc.isenabled()
+        return super().run()
 
 
 def collecting_before_within_and_after(rank: int, address: str) -> tuple[bool, bool | None, bool]:
@@ -440,6 +444,20 @@ def collecting_before_within_and_after(rank: int, address: str) -> tuple[bool, b
 def test_pythons_collector_rests_while_a_session_connects() -> None:
     outcomes = run_ranks(2, collecting_before_within_and_after)
     assert values(outcomes) == [(True, False, True), (False, False, False)]
+
+
+def collecting_within_and_after_a_refit(rank: int, address: str, misc: Sequence[str]) -> tuple[bool | None, bool]:
+    register(Noting)
+    me = seat(rank, address, (1, 1), transport="gloo-test", misc=misc)
+    me.endpoint.prepare()
+    me.endpoint.refit(1)
+    return Noting.collecting, gc.isenabled()
+
+
+@pytest.mark.parametrize(("misc", "collects"), [((), False), (MISC, True)])
+def test_it_rests_while_bytes_move_unless_tensors_are_exported_by_name(misc: Sequence[str], collects: bool) -> None:
+    outcomes = run_ranks(2, collecting_within_and_after_a_refit, misc)
+    assert values(outcomes) == [(collects, True)] * 2
 
 
 def test_the_collector_is_on_again_once_all_pauses_have_ended_and_in_processes_forked_meanwhile() -> None:
