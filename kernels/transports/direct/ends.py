@@ -224,6 +224,7 @@ class Reader:
         self.written_bytes = 0
         if self._pulls:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            self._copies.fork(self._stream)
         if self._target is not None:
             if self._pulls:  # of the run before: until then a source says READY to nobody, and does nothing for others
                 self._target.hear_done()
@@ -245,7 +246,7 @@ class Reader:
             self._signals.hear(run, Signal.CAST, self._slots.sources)
             self._copies.launch(self._stream)
         else:
-            self._copies.launch(self._stream)
+            self._copies.launch_forked(self._stream)
             self._slots.rounds(run)
         self._pulled.record(self._stream)
         self._signals.tell(run, Signal.STARTED)

@@ -19,7 +19,7 @@ from mcore_reshard.kernels.copies.peer_table import PeerTable
 from mcore_reshard.kernels.cuda.copy_engine import EngineCopies, is_available
 from mcore_reshard.kernels.cuda.copy_kernel import DeviceCopies, KernelShape
 from mcore_reshard.kernels.cuda.engine_rows import ENGINE_SHARE, divided
-from mcore_reshard.kernels.cuda.streams import forked
+from mcore_reshard.kernels.cuda.streams import joined
 from mcore_reshard.kernels.cuda.tiles import DEFAULT_TILE_BYTES, interleaved
 from mcore_reshard.kernels.errors import ChecksumError
 from mcore_reshard.planner.plan.schedule import Schedule
@@ -67,14 +67,24 @@ class Pull:
         streams = len(engine_streams)
         tiles, rows = divided(copies, addresses, options.tile_bytes, turn, options.engine_share, streams=streams)
         self._engine = EngineCopies(rows, device, streams) if len(rows.src) else None
-        self._engine_streams = engine_streams
+        self._engine_streams = () if self._engine is None else engine_streams
         order = interleaved(peer[tiles["copy"]].astype(np.int64), first, together)
         self._kernel = DeviceCopies(tiles[order], device, shape, checksums=options.checksums, own_gpu=own_gpu)
         self.nbytes = self._kernel.nbytes
 
     def launch(self, stream: torch.cuda.Stream) -> None:
         """Queue everything on `stream`. Does not wait."""
-        with forked(stream, () if self._engine is None else self._engine_streams):
+        self.fork(stream)
+        self.launch_forked(stream)
+
+    def fork(self, stream: torch.cuda.Stream) -> None:
+        """Have the copy engine wait for what is on `stream` now: calls that may be made while others are waited for."""
+        for each in self._engine_streams:
+            each.wait_stream(stream)
+
+    def launch_forked(self, stream: torch.cuda.Stream) -> None:
+        """`launch` after `fork`, with nothing queued on `stream` in between."""
+        with joined(stream, self._engine_streams):
             self.queue(stream)
 
     def queue(self, stream: torch.cuda.Stream) -> None:
