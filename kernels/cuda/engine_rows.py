@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_reshard.kernels.copies.copy_table import Ints, repeat
+from mcore_reshard.kernels.copies.copy_table import Ints
 
 from .tiles import cut_tiles
 
@@ -26,7 +26,7 @@ _ROW_COST_BYTES = 400_000
 _ROW_COST_OVER_SEVERAL = 50_000
 ENGINE_STREAMS = 4  # that rows go over, unless they come in rounds
 LEAST_BYTES = 1 << 19  # of a row
-_JOINED_BYTES = 16 << 20  # copies are joined up to here, and cut there, so that an engine's share can be met
+_JOINED_BYTES = 16 << 20  # copies are joined up to here, so that an engine's share can be met
 
 
 class Rows(NamedTuple):
@@ -52,11 +52,10 @@ def divided(
 ) -> tuple[NDArray[np.void], Rows]:
     """(tiles for the kernel, rows for the copy engine), which together are `copies` (dtype COPY).
 
-    `turn` [copies] is that in which the engine may take each; it takes none with -1. Of each turn it takes contiguous copies,
-    the largest rows first. They keep it busy for `share` of the time that all bytes of the turn take on the link, over so many
-    `streams`. `addresses` and `tile_bytes` are as for `cut_tiles`.
+    `turn` [copies] is that in which the engine may take each; it takes none with -1. Of each turn it takes whole contiguous
+    copies, the largest rows first. They keep it busy for `share` of the time that all bytes of the turn take on the link, over
+    so many `streams`. `addresses` and `tile_bytes` are as for `cut_tiles`.
     """
-    copies, turn, copy_of = _in_pieces(copies, turn)
     nbytes = copies["extents"].prod(axis=1) * copies["row_bytes"]
     most = share * np.bincount(turn + 1, nbytes, minlength=2)[1:]
     fits = np.flatnonzero((turn >= 0) & (copies["extents"] == 1).all(axis=1) & (nbytes > 0) & (nbytes <= most[turn]))
@@ -76,28 +75,11 @@ def divided(
         addresses[copies[end][copy]] + copies[f"{end}_offset"][copy].astype(np.uint64) for end in ("src", "dst")
     )
     first = offset == 0
-    of_rows = row_bytes[is_chosen].astype(np.uint64), row_turn[is_chosen]
-    rows = Rows(src[first], dst[first], *of_rows, row, offset, copy_of[copy])
+    rows = Rows(src[first], dst[first], row_bytes[is_chosen].astype(np.uint64), row_turn[is_chosen], row, offset, copy)
     left = np.delete(np.arange(len(copies)), copy)
     tiles = cut_tiles(copies[left], addresses, tile_bytes)
-    tiles["copy"] = copy_of[left[tiles["copy"]]]
+    tiles["copy"] = left[tiles["copy"]]
     return tiles, rows
-
-
-def _in_pieces(copies: NDArray[np.void], turn: Ints) -> tuple[NDArray[np.void], Ints, Ints]:
-    """(the copies, large contiguous ones in pieces; the turn of each; the copy that it is of).
-
-    An embedding of 622 MB would be the engine's as a whole, or not at all.
-    """
-    is_row = (turn >= 0) & (copies["extents"] == 1).all(axis=1)
-    copy, number = repeat(np.where(is_row, np.maximum(-(-copies["row_bytes"] // _JOINED_BYTES), 1), 1))
-    pieces, begin = copies[copy], number * _JOINED_BYTES
-    for end in ("src_offset", "dst_offset"):
-        pieces[end] += begin
-    pieces["row_bytes"] = np.where(
-        is_row[copy], np.minimum(pieces["row_bytes"] - begin, _JOINED_BYTES), pieces["row_bytes"]
-    )
-    return pieces, turn[copy], copy
 
 
 def _joined(copies: NDArray[np.void], nbytes: Ints, turn: Ints) -> tuple[Ints, Ints]:

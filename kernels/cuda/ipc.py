@@ -157,9 +157,10 @@ class Mappings:
 
     def close(self) -> None:
         """Unmap everything. Kernels that read the mappings must have ended."""
-        with mapping_for(self._device):
-            while self._mapped:
-                close_memory(self._mapped.popitem()[1])
+        while self._mapped:
+            _, address = self._mapped.popitem()
+            with mapping_for(self._device):
+                close_memory(address)
 
     def _base(self, exported: Export, index: int, owner: str) -> int:
         """Where an allocation begins here."""

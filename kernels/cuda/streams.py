@@ -27,11 +27,16 @@ def in_callers_context(work: Callable[[], T], device: torch.device | None) -> Ca
     return in_other_thread
 
 
+def fork(stream: torch.cuda.Stream, others: Iterable[torch.cuda.Stream]) -> None:
+    """What is queued on `others` later is done after all that is on `stream` now."""
+    for each in others:
+        each.wait_stream(stream)
+
+
 @contextmanager
 def forked(stream: torch.cuda.Stream, others: Iterable[torch.cuda.Stream]) -> Iterator[None]:
     """What is queued on `others` meanwhile is done after all that is on `stream`, and before what comes there later."""
-    for each in others:
-        each.wait_stream(stream)
+    fork(stream, others)
     with joined(stream, others):
         yield
 

@@ -90,7 +90,7 @@ class Refitter(Member):
         names, fail = program.names, partial(self._fail_attempt, connection, program, attempt)
         moves_by_name = names is None or bool(names)
         if names:  # exports are collectives: no rank may enter one while another's transfer has failed
-            with Published(rendezvous, "bulk", fail):
+            with gc_paused(), Published(rendezvous, "bulk", fail):
                 with self._record.phase("bulk"):
                     stages = self._move_bulk(connection, program, rendezvous, "bulk")
                 with self._record.phase("agree"):
@@ -101,7 +101,7 @@ class Refitter(Member):
         decide = self._record.timed("decide", vote)
         afterwards = ExitStack()
         with afterwards:
-            if not moves_by_name:  # else what is exported may be garbage that holds memory
+            if not moves_by_name:
                 afterwards.enter_context(gc_paused())
             with Published(rendezvous, arrived, fail):
                 if not names:

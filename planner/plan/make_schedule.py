@@ -75,8 +75,9 @@ class RankView(View):
     expanded: dict[tuple[Any, ...], _Expanded] = field(default_factory=dict, repr=False, compare=False)  # and this
     # Both are numbered in the order of first use, anew in every copy that `replace` makes.
     tensors: dict[LocalTensor, int] = field(default_factory=dict, init=False)
-    numbers: dict[tuple[Any, ...], dict[str, int]] = field(default_factory=dict, init=False)  # by shape and dtype, name
     strided_boxes: dict[StridedBox, int] = field(default_factory=dict, init=False)
+    # The numbers of tensors by (shape, dtype) and name: some thousands are looked up for each hundred that is new.
+    numbers: dict[tuple[Any, ...], dict[str, int]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         size = self.plan.train.world if self.world == "train" else self.plan.gen.world

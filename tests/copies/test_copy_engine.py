@@ -40,16 +40,6 @@ def test_each_turn_has_its_share_of_its_own_bytes() -> None:
         assert 0.7 <= share <= 0.8
 
 
-def test_an_engine_takes_its_share_of_copies_that_are_larger() -> None:
-    """Of two embeddings of 622 MB it would take one, and leave the other one to the kernel."""
-    copies = contiguous([622 * MIB, 622 * MIB + 4096], [0, 1])
-    tiles, rows = divided(copies, np.zeros(10, np.uint64), 1 << 17, np.zeros(2, np.int64), 0.97, streams=4)
-    left = tiles["words"].astype(np.int64) * tiles["word_bytes"]
-    assert 0.95 < rows.nbytes.sum() / copies["row_bytes"].sum() <= 0.97
-    assert np.bincount(tiles["copy"], left).sum() + rows.nbytes.sum() == copies["row_bytes"].sum()
-    assert {*rows.copy.tolist()} == {0, 1}
-
-
 def test_rows_of_two_turns_are_never_joined() -> None:
     copies = contiguous([2 * MIB] * 4, [0] * 4)
     turn = np.array([0, 0, 1, 1])

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from hashlib import sha512
 from itertools import count
+from threading import local
 from typing import Any
 from uuid import uuid4
 
@@ -39,7 +40,7 @@ class FakeMemory:
         self.addresses = count(1 << 40, 1 << 20)
         self.opened: list[tuple[str, str]] = []  # (owner, handle), ever
         self.open: dict[int, Allocation] = {}
-        self._device: torch.device | None = None  # that is mapped for
+        self._thread = local()  # device: that is mapped for
 
     def process(self) -> str:
         return self._process or f"{self._number}-{os.getpid()}"
@@ -63,9 +64,15 @@ class FakeMemory:
 
     @contextmanager
     def mapping_for(self, device: torch.device) -> Iterator[None]:
-        before, self._device = self._device, device
-        yield
-        self._device = before
+        before, self._thread.device = self._device, device
+        try:
+            yield
+        finally:
+            self._thread.device = before
+
+    @property
+    def _device(self) -> torch.device | None:
+        return getattr(self._thread, "device", None)
 
     def open_memory(self, allocation: Allocation, owner: str) -> int:
         assert self._device is not None, "the driver does not know for which device"

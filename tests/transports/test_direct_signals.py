@@ -403,7 +403,8 @@ def reads_in_order(number: int, address: str, shares_gpu: bool) -> list[str]:
     )
     copies = SimpleNamespace(
         fork=note("wait for what is queued"),
-        **dict.fromkeys(("launch", "launch_forked"), note("the rest")),
+        launch=note("all the rest"),
+        launch_forked=note("the rest"),
         damaged=list,
     )
     pulled = SimpleNamespace(record=lambda _: done.append("record"))
@@ -416,7 +417,44 @@ def test_readers_pull_casts_last_but_for_those_that_share_a_gpu_with_the_source(
     (apart,), (shared,) = (values(run_ranks(1, reads_in_order, shares_gpu)) for shares_gpu in (False, True))
     last = ["tell STARTED", "hear CAST", "tell DONE"]
     assert apart == ["wait for what is queued", "hear READY", "the rest", "casts", "record", *last]
-    assert shared[1:] == ["hear READY", "casts", "hear CAST", "the rest", "record", last[0], last[2]]
+    assert shared[1:] == ["hear READY", "casts", "hear CAST", "all the rest", "record", last[0], last[2]]
+
+
+class OrderedStream:
+    """A stream that knows what is done before anything that is queued on it now."""
+
+    def __init__(self) -> None:
+        self.before: set[str] = set()
+
+    def queue(self, work: str) -> set[str]:
+        before, self.before = self.before, self.before | {work}
+        return before
+
+    def wait_stream(self, other: OrderedStream) -> None:
+        self.before = self.before | other.before
+
+
+def order_of_a_pull(number: int, address: str) -> tuple[list[set[str]], set[str]]:
+    """What is done before each part of a pull that was forked early, and before what comes after it."""
+    for name in ("cuda", "cuda.bindings", "cuda.core"):  # of this process alone
+        sys.modules[name] = MagicMock()
+    from mcore_reshard.kernels.transports.direct.pull import Pull
+
+    begun: list[set[str]] = []
+    stream, *others = (OrderedStream() for _ in range(3))
+    pull: Any = Pull.__new__(Pull)
+    pull._engine_streams = others
+    pull._kernel = SimpleNamespace(launch=lambda stream: begun.append(stream.queue("kernel")))
+    pull._engine = SimpleNamespace(launch=lambda streams: begun.extend(each.queue("rows") for each in streams))
+    stream.queue("settled")
+    pull.fork(stream)
+    pull.launch_forked(stream)
+    return begun, stream.queue("pulled")
+
+
+def test_a_pull_begins_after_what_was_queued_when_it_was_forked_and_ends_before_what_comes_later() -> None:
+    ((begun, ended),) = values(run_ranks(1, order_of_a_pull))
+    assert begun == [{"settled"}] * 3 and ended == {"settled", "kernel", "rows"}
 
 
 def come_late(number: int, address: str, plan: Plan) -> str:

@@ -19,7 +19,7 @@ from mcore_reshard.kernels.copies.peer_table import PeerTable
 from mcore_reshard.kernels.cuda.copy_engine import EngineCopies, is_available
 from mcore_reshard.kernels.cuda.copy_kernel import DeviceCopies, KernelShape
 from mcore_reshard.kernels.cuda.engine_rows import ENGINE_SHARE, divided
-from mcore_reshard.kernels.cuda.streams import joined
+from mcore_reshard.kernels.cuda.streams import fork, joined
 from mcore_reshard.kernels.cuda.tiles import DEFAULT_TILE_BYTES, interleaved
 from mcore_reshard.kernels.errors import ChecksumError
 from mcore_reshard.planner.plan.schedule import Schedule
@@ -79,8 +79,7 @@ class Pull:
 
     def fork(self, stream: torch.cuda.Stream) -> None:
         """Have the copy engine wait for what is on `stream` now: calls that may be made while others are waited for."""
-        for each in self._engine_streams:
-            each.wait_stream(stream)
+        fork(stream, self._engine_streams)
 
     def launch_forked(self, stream: torch.cuda.Stream) -> None:
         """`launch` after `fork`, with nothing queued on `stream` in between."""
