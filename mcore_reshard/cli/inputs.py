@@ -31,6 +31,8 @@ def collect_problems(problems: list[str]) -> Iterator[None]:
         yield
     except InputError as error:
         problems += error.problems
+    except PlanFileError as error:
+        problems.append(str(error))
     except TopologyError as error:
         problems += error.violations
     except UnknownElementError as error:
@@ -46,7 +48,7 @@ def read_plan(source: str, *, proven: bool = True) -> Plan:
     try:
         plan = load_plan(source)
     except PlanFileError:
-        if "model_type" not in _document(source):
+        if not is_config(source):
             raise
         raise InputError(
             [f"{source}: this is the config of a model, where a plan is wanted"],
@@ -94,6 +96,11 @@ def plan_from_traces(request: TracedRequest) -> tuple[Plan, tuple[str, ...]]:
     if sys.stderr.isatty():  # no spinner: the loaders run in forked processes, and threads do not survive that
         print(f"tracing the loaders of {printable(request.model)} ...", file=sys.stderr)
     return plan_offline(request)
+
+
+def is_config(source: str) -> bool:
+    """Whether this is the config of a model: its name, a file, or a folder that has one."""
+    return "model_type" in _document(source)
 
 
 def is_plan_file(source: str) -> bool:

@@ -11,13 +11,14 @@ from rich.console import RenderableType
 
 from mcore_reshard.kernels.transports.memory import session_memory
 from mcore_reshard.planner.plan.plan import Plan
+from mcore_reshard.planner.plan.plan_file import PlanFileError
 from mcore_reshard.planner.proof.prove import Proof, ProofError
 from mcore_reshard.planning import InputError
 from mcore_reshard.report.measured import Measured, MeasuredError, read_measured
 from mcore_reshard.report.page import chart_library, report_page
 from mcore_reshard.simulate.simulate import simulate
 
-from .inputs import collect_problems, machine_of, read_plan, uses_pxn
+from .inputs import collect_problems, machine_of, place_problems, read_plan, uses_pxn
 from .memory import as_json
 from .plan import cannot_write, unwritable
 from .render import facts, print_report, progress, size, verdict
@@ -26,7 +27,10 @@ from .summary import summarize
 
 def run(args: argparse.Namespace) -> int:
     problems = unwritable(args.out) or _overwritten(args)
-    plan = read_plan(args.plan, proven=False)
+    try:
+        plan = read_plan(args.plan, proven=False)
+    except PlanFileError as error:
+        raise InputError([*problems, str(error), *place_problems(args.topology, args.hosts)]) from error
     topology, measured = None, _measured(args, plan, problems)
     with collect_problems(problems):
         topology = machine_of(plan, args.topology, args.hosts)

@@ -6,6 +6,7 @@ import argparse
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import RenderableType
@@ -20,7 +21,7 @@ from mcore_reshard.report.text import seconds_text
 from mcore_reshard.simulate.simulate import simulate
 from mcore_reshard.simulate.simulation import ROUTES, Simulation, Step
 
-from .inputs import collect_problems, is_plan_file, machine_of, place_problems, read_plan, uses_pxn
+from .inputs import collect_problems, is_config, is_plan_file, machine_of, place_problems, read_plan, uses_pxn
 from .memory import as_json, memory_parts
 from .render import and_more, count, facts, noted, print_report, progress, size, table
 from .summary import rails_fact
@@ -69,13 +70,21 @@ def run(args: argparse.Namespace) -> int:
 
 def _plans(args: argparse.Namespace) -> list[tuple[Plan, float]]:
     """The plans to simulate, and the seconds that each took to make."""
-    if is_plan_file(args.source):
-        if args.train or args.gen:
-            raise InputError([f"{args.source} is a plan, which has its meshes: --train and --gen go with a config"])
-        return [(read_plan(args.source), 0.0)]
-    if not args.train or not args.gen:
-        raise InputError([f"{args.source} is no plan file that exists: a config needs --train and at least one --gen"])
     problems, remedy = place_problems(args.topology, args.hosts), ""
+    has_meshes = bool(args.train or args.gen)
+    is_damaged = Path(args.source).is_file() and not has_meshes and not is_config(args.source)
+    if is_plan_file(args.source) or is_damaged:
+        of_plan: list[str] = []
+        if has_meshes:
+            of_plan.append(f"{args.source} is a plan, which has its meshes: --train and --gen go with a config")
+        with collect_problems(of_plan):
+            plan = read_plan(args.source)
+        if of_plan or problems:
+            raise InputError(of_plan + problems)
+        return [(plan, 0.0)]
+    if not args.train or not args.gen:
+        needs = f"{args.source} is no plan file that exists: a config needs --train and at least one --gen"
+        raise InputError([needs, *problems])
     if args.topology is None and not args.hosts:
         problems.append(f"no machine is known for {args.source}: give --topology, e.g. h200-8")
     misfits: list[str] = []

@@ -22,7 +22,9 @@ from numpy.typing import NDArray
 World = Literal["train", "gen"]
 
 GB = 10**9
-_HOSTS_TERM = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.-]*)\*([0-9]{1,6})(?:@([0-9]{1,4}))?")
+_HOSTS_TERM = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.-]*)\*([1-9][0-9]{0,5})(?:@([0-9]{1,4}))?")
+_BANDWIDTH = "GB/s, more than 0 and less than 1,000,000, with at most three decimals"
+_SETTINGS = {"nic": _BANDWIDTH, "nvlink": _BANDWIDTH, "memory": _BANDWIDTH, "gpus": "the GPUs of a host, at most 9,999"}
 _MAX_TEXT = 1 << 16
 
 
@@ -133,13 +135,13 @@ def parse_topology(text: str, train_ranks: int, gen_ranks: int, hosts: str = "")
     machine, shared, violations = _machine_of(text, hosts)
     if shared and not hosts and gen_ranks > train_ranks:
         violations.append(f"{gen_ranks} generation ranks cannot share the GPUs of {train_ranks} training ranks")
-    names, placed, misplaced = _placed(machine, hosts)
+    names, placed, counts, misplaced = _placed(machine, hosts)
     violations += misplaced
-    if hosts and machine is not None and not misplaced:
+    if hosts and machine is not None:
         violations += [
-            f"hosts have {len(placed[world])} {world} ranks, the mesh has {ranks}"
+            f"hosts have {counts[world]} {world} ranks, the mesh has {ranks}"
             for world, ranks in (("train", train_ranks), ("gen", gen_ranks))
-            if len(placed[world]) != ranks
+            if counts[world] not in (None, ranks)
         ]
     if violations or machine is None:
         raise TopologyError(violations)
@@ -157,7 +159,7 @@ def parse_topology(text: str, train_ranks: int, gen_ranks: int, hosts: str = "")
 def topology_violations(text: str, hosts: str = "") -> list[str]:
     """What is wrong with a topology, as `parse_topology` takes it, however many ranks there are."""
     machine, _, violations = _machine_of(text, hosts)
-    return violations + _placed(machine, hosts)[2]
+    return violations + _placed(machine, hosts)[3]
 
 
 def _machine_of(text: str, hosts: str) -> tuple[Machine | None, bool, list[str]]:
@@ -171,10 +173,14 @@ def _machine_of(text: str, hosts: str) -> tuple[Machine | None, bool, list[str]]
     changed: dict[str, int] = {}
     for setting in settings:
         key, _, value = setting.partition("=")
-        if key == "gpus" and re.fullmatch(r"[0-9]{1,4}", value):
+        if key in changed:
+            violations.append(f"{key} is given twice")
+        elif key == "gpus" and re.fullmatch(r"[0-9]{1,4}", value):
             changed[key] = int(value)
         elif key in ("nic", "nvlink", "memory") and re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,3})?", value):
             changed[key] = round(float(value) * GB)
+        elif key in _SETTINGS and value:
+            violations.append(f"{setting!r}: {key} is {_SETTINGS[key]}")
         elif setting != "shared":
             violations.append(f"{setting!r} is none of shared, nic=GB/S, nvlink=GB/S, memory=GB/S, gpus=COUNT")
     if zeros := [key for key, value in changed.items() if not value]:
@@ -186,25 +192,35 @@ def _machine_of(text: str, hosts: str) -> tuple[Machine | None, bool, list[str]]
     return machine, shared, violations
 
 
-def _placed(machine: Machine | None, text: str) -> tuple[tuple[str, ...], dict[str, list[Place]], list[str]]:
-    """The hosts that a text names, where the ranks of each world live, and what is wrong. No hosts: nowhere."""
+def _placed(
+    machine: Machine | None, text: str
+) -> tuple[tuple[str, ...], dict[str, list[Place]], dict[str, int | None], list[str]]:
+    """The hosts that a text names, where the ranks of each world live, how many these are, and what is wrong.
+
+    No hosts: nowhere. Where not all of a text can be read, nobody knows how many ranks it means: None.
+    """
     violations: list[str] = []
+    counts: dict[str, int | None] = {"train": 0, "gen": 0}
     names: dict[str, int] = {}
     places: dict[str, list[Place]] = {"train": [], "gen": []}
     for part in text[:_MAX_TEXT].split(",") if text else ():
         world, _, listed = part.partition("=")
         if world not in places or places[world]:
             violations.append(f"{part!r}: hosts are given once as train=HOST*RANKS+..., once as gen=HOST*RANKS+...")
+            counts = dict.fromkeys(places)
             continue
         used: dict[str, int] = {}
         for term in listed.split("+"):
             found = _HOSTS_TERM.fullmatch(term)
             if found is None:
                 violations.append(f"{term!r} is not HOST*RANKS or HOST*RANKS@FIRST_GPU")
+                counts[world] = None
                 continue
             host, count = found[1], int(found[2])
             first = int(found[3]) if found[3] else used.get(host, 0)
             used[host] = first + count
+            if (before := counts[world]) is not None:
+                counts[world] = before + count
             if machine is None:
                 continue
             if first + count > machine.gpus:
@@ -215,4 +231,4 @@ def _placed(machine: Machine | None, text: str) -> tuple[tuple[str, ...], dict[s
         if twice := sorted(place for place, ranks in Counter(places[world]).items() if ranks > 1):
             host, gpu = [*names][twice[0].host], twice[0].gpu
             violations.append(f"{part!r} puts two ranks on GPU {gpu} of host {host}: a GPU has one of each side")
-    return tuple(names), places, violations
+    return tuple(names), places, counts, violations

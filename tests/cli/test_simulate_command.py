@@ -119,6 +119,19 @@ def test_all_that_is_wrong_with_every_engine_and_the_machine_is_said_at_once(run
     assert "give --topology" in run("simulate", "tiny-llama", *meshes).err
 
 
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"format"', '{"format": "another"}', "\x00\x01"])
+def test_a_damaged_plan_is_not_called_missing(run: Run, tmp_path: Path, content: str) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(content)
+    outcome = run("simulate", path, "--topology", "dgx")
+    assert outcome.code == 2 and "there is no machine 'dgx'" in outcome.err
+    reason = run("report", path, "-o", tmp_path / "page.html", "--topology", "dgx")
+    assert reason.code == 2 and "there is no machine 'dgx'" in reason.err
+    assert outcome.err.splitlines()[1:3] == reason.err.splitlines()[1:3] and "exists" not in outcome.err
+    missing = run("simulate", tmp_path / "none.json", "--topology", "dgx")
+    assert "is no plan file that exists" in missing.err and "there is no machine 'dgx'" in missing.err
+
+
 def test_a_config_needs_meshes(run: Run) -> None:
     assert "needs --train and at least one --gen" in run("simulate", "tiny-llama", "--topology", "h200-8").err
 
