@@ -129,8 +129,8 @@ def parse_topology(text: str, train_ranks: int, gen_ranks: int, hosts: str = "")
     """A topology as the command line gives it.
 
     `text` is a machine, maybe "shared", and maybe other numbers for it: "h200-8,nic=25,gpus=4". `hosts` says where ranks
-    live, in their order: "train=a*8+b*8,gen=b*4@4" puts training ranks 0 to 7 on host a, 8 to 15 on b, and the engine's
-    four ranks on b from GPU 4 on. Without it, ranks fill hosts in order. Raises TopologyError, listing all that is wrong.
+    live, in their order: "train=a*8+b*8,gen=b*4@4" puts training ranks 0 to 7 on host a, and 8 to 15 on b. The engine's
+    four ranks are on b, from GPU 4 on. Without it, ranks fill hosts in order. Raises TopologyError with all that is wrong.
     """
     machine, shared, violations = _machine_of(text, hosts)
     if shared and not hosts and gen_ranks > train_ranks:
