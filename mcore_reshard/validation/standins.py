@@ -9,6 +9,8 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 
 class InertModule(types.ModuleType):
     """A module in which every name is an inert class."""
@@ -50,6 +52,11 @@ def register(contents: Mapping[str, Mapping[str, Any]], kind: type[types.ModuleT
 def register_inert(package: str) -> None:
     """Let every module of a package be imported, as inert ones."""
     sys.meta_path.append(_InertFinder(package))
+
+
+def hide_amx() -> None:
+    """Let torch say that this CPU has no AMX: an engine built without kernels would call those for AMX as it loads weights."""
+    torch.cpu._is_amx_tile_supported = lambda: False
 
 
 class _InertFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

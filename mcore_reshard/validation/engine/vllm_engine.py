@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from mcore_reshard.engines.vllm.model import require_vllm
 from mcore_reshard.validation.hf_configs import register_configs
-from mcore_reshard.validation.standins import register_inert
+from mcore_reshard.validation.standins import hide_amx, register_inert
 
 from .slices import GenSizes, poison
 
@@ -41,6 +41,7 @@ def prepare() -> None:
         os.environ.setdefault(name, value)
     for logger in ("vllm", "torch._library.triton"):  # they warn of missing kernels, which nobody runs here
         logging.getLogger(logger).setLevel(logging.ERROR)
+    hide_amx()
     require_vllm()
     _stand_in_for_image_processing()
     register_configs()
