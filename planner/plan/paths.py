@@ -15,7 +15,7 @@ one replica of that host gets it and passes it on. Which one of several ranks se
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -77,6 +77,16 @@ def _by_number(numbers: Ints) -> dict[int, list[int]]:
     for replica, number in enumerate(numbers.tolist()):
         replicas.setdefault(number, []).append(replica)
     return replicas
+
+
+def _each_of(rows: Sequence[Sequence[int]], row: Ints) -> tuple[Ints, Ints]:
+    """The numbers in the row of each entry, as (entry, number): [(3, 4), (5,)] and [1, 0] -> [0, 1, 1], [5, 3, 4]."""
+    sizes = np.array([*map(len, rows)], np.int64)
+    numbers = np.fromiter(chain.from_iterable(rows), np.int64, int(sizes.sum()))
+    counts = sizes[row]
+    entry = np.repeat(np.arange(len(row)), counts)
+    first = (np.cumsum(sizes) - sizes)[row] - (np.cumsum(counts) - counts)
+    return entry, numbers[first[entry] + np.arange(len(entry))]
 
 
 def _from_domain_to_domain(domains: Ints) -> tuple[int, ...]:
@@ -220,34 +230,27 @@ class Paths:
     def _cells(self) -> tuple[Ints, Turns]:
         """Where one leg leads to several domains: (that leg, turn) of each of them."""
         rows: dict[Row, int] = {}
-        legs: list[int] = []
-        cells: list[int] = []
-        wide = (self.landings.sizes > 1) & (self.landings.links == NIC)
-        for leg in np.flatnonzero(wide[self.landings.row]).tolist() if self.relay else ():
-            landing = self.landings.rows[self.landings.row[leg]]
+        cells_of: list[list[int]] = []  # of each row of landings
+        for landing in self.landings.rows:
             members: dict[int, list[int]] = {}
-            for replica in landing.replicas:
+            for replica in landing.replicas if self.relay and landing.link == NIC else ():
                 members.setdefault(int(self._cell_of(landing.part, replica)), []).append(replica)
-            cells += [rows.setdefault(Row(landing.part, tuple(cell), NIC), len(rows)) for cell in members.values()]
-            legs += [leg] * len(members)
-        return np.array(legs, np.int64), Turns.of([*rows], np.array(cells, np.int64))
+            cells = [Row(landing.part, tuple(cell), NIC) for cell in members.values()]
+            cells_of.append([rows.setdefault(cell, len(rows)) for cell in cells if len(landing.replicas) > 1])
+        leg_of, cell = _each_of(cells_of, self.landings.row)
+        return leg_of, Turns.of([*rows], cell)
 
     @cached_property
     def _mates(self) -> tuple[Ints, Ints, Ints]:
         """What is passed on within domains, as (leg of the first hop, cell or -1, replica that it is passed on to)."""
-        legs: list[tuple[int, int, tuple[int, ...]]] = []  # the last: everyone that the leg is passed on to
         leg_of, cells = self._cells
-        for number, leg_to_all in enumerate(leg_of.tolist()):
-            legs.append((leg_to_all, number, cells.rows[cells.row[number]].replicas))
-        for leg, number in enumerate(self.landings.row.tolist()):
-            row = self.landings.rows[number]
-            if not (self.relay and row.link == NIC):
-                legs.append((leg, -1, row.reached))
-        legs = [each for each in legs if len(each[2]) > 1] if self.share else []
-        counts = [len(replicas) for *_, replicas in legs]
-        ends = np.array([each[:2] for each in legs], np.int64).reshape(-1, 2).repeat(counts, axis=0)
-        mates = np.fromiter(chain.from_iterable(replicas for *_, replicas in legs), np.int64, len(ends))
-        return ends[:, 0].copy(), ends[:, 1].copy(), mates
+        of_cells = [row.replicas for row in cells.rows]
+        of_rows = [() if self.relay and row.link == NIC else row.reached for row in self.landings.rows]
+        (cell, from_cell), (leg, from_leg) = (
+            _each_of([mates if self.share and len(mates) > 1 else () for mates in of_each], row)
+            for of_each, row in ((of_cells, cells.row), (of_rows, self.landings.row))
+        )
+        return np.append(leg_of[cell], leg), np.append(cell, np.full(len(leg), -1)), np.append(from_cell, from_leg)
 
     def _cell_of(self, part: Ints | int, replica: Ints | int) -> Ints:
         """A number that the replicas share that one of them passes on to: that of the domain, if it does."""
