@@ -6,6 +6,11 @@ Small segments fill buckets, and where a pair of ranks has few, these are about 
     segments of up to 10 MiB      in buckets of 10     7    7    7    7
     segments of up to 640 KiB     in buckets of 10     9.5  9.5  9
 
+With a pace, which is how many buckets the pair with the most of all ranks has, every pair has as many, or half, a quarter, and
+so on: the fewest that its bytes fit into. They are about equally full, so that pairs keep time with each other:
+
+    pace 80, at least 80, 34, 10     in buckets     80  40  10
+
 Extents and element sizes alone decide, and both ends have the same. So both compute the same buckets without a message.
 """
 
@@ -27,6 +32,8 @@ from mcore_reshard.planner.plan.schedule import Schedule, TransferTable
 
 from .casts import CastKinds, box_copies, itemsizes
 from .copy_table import SCRATCH, Ints, distinct, expand, expand_copies
+
+_WHOLE_HALVINGS = 4  # of a pace of 128 or more; of smaller ones so many that 8 buckets are left
 
 Size = TypeVar("Size", int, NDArray[np.int64])
 
@@ -56,18 +63,48 @@ class Bucket:
         return copies
 
 
-def cut_buckets(schedule: Schedule, bucket_bytes: int, segment_bytes: int | None = None) -> tuple[Bucket, ...]:
+def cut_buckets(
+    schedule: Schedule, bucket_bytes: int, segment_bytes: int | None = None, *, pace: int = 0
+) -> tuple[Bucket, ...]:
     """All buckets of a rank by stage, peer and number, each of at most `bucket_bytes`, a multiple of ALIGNMENT.
 
-    Segments have at most `segment_bytes`, by default a bucket's. `schedule` has no problems that `bind` would find.
+    Segments have at most `segment_bytes`, by default a bucket's; with a `pace` less than half of one. `schedule` has no
+    problems that `bind` would find.
     """
-    cutter = _Cutter(schedule, bucket_bytes, segment_bytes or bucket_bytes)
+    cutter = _Cutter(schedule, bucket_bytes, segment_bytes or bucket_bytes, pace)
     return tuple(
         bucket
         for stage, each in enumerate(schedule.stages)
         for table, sends in ((each.sends, True), (each.recvs, False))
         for bucket in cutter.buckets(stage, table, sends=sends)
     )
+
+
+def pair_bytes(table: TransferTable) -> Ints:
+    """[peers, from 0 on]: bytes of the transfers with each, for `fewest_buckets`."""
+    return np.bincount(table.peer, aligned(table.nbytes)).astype(np.int64)
+
+
+def fewest_buckets(pair_bytes: Ints, bucket_bytes: int, segment_bytes: int) -> Ints:
+    """How many buckets a pair needs if they keep a pace. `pair_bytes` [pairs] has the sizes of its transfers, each `aligned`.
+
+    One has room for the segment that fills it up, and for what alignment takes between segments.
+    """
+    return -(-pair_bytes // (bucket_bytes - 2 * segment_bytes))
+
+
+def paced(fewest: Ints, pace: int) -> Ints:
+    """How many buckets pairs have that need so many: `pace`, halved as often as they allow."""
+    halvings = np.frexp(pace // np.maximum(fewest, 1))[1] - 1
+    return np.asarray(pace >> halvings, np.int64)
+
+
+def pace_of(most: int) -> int:
+    """The pace if the pair with the most buckets needs so many: a little more, so that halves of it are whole numbers."""
+    halvings = 0
+    while halvings < _WHOLE_HALVINGS and most >> (halvings + 4):
+        halvings += 1
+    return -(-most >> halvings) << halvings
 
 
 def aligned(nbytes: Size) -> Size:
@@ -90,10 +127,10 @@ class _Cutter:
     place of a matrix.
     """
 
-    def __init__(self, schedule: Schedule, bucket_bytes: int, segment_bytes: int) -> None:
+    def __init__(self, schedule: Schedule, bucket_bytes: int, segment_bytes: int, pace: int) -> None:
         self._schedule = schedule
         self._itemsizes = itemsizes(schedule)
-        self._bucket_bytes, self._segment_bytes = bucket_bytes, segment_bytes
+        self._bucket_bytes, self._segment_bytes, self._pace = bucket_bytes, segment_bytes, pace
         self._casts = CastKinds.of(schedule)
 
     def buckets(self, stage: int, table: TransferTable, *, sends: bool) -> Iterator[Bucket]:
@@ -108,7 +145,12 @@ class _Cutter:
         transfer, segment_of = expand(kind_of, np.array([len(of_kind) for of_kind in segments], np.int64))
         peers = table.peer[order[transfer]]
         nbytes = np.array([each.nbytes for each in known], np.int64)[segment_of]
-        starts, bucket_offsets = pack(peers, nbytes, self._bucket_bytes, self._segment_bytes)
+        if self._pace:
+            sums = pair_bytes(table)
+            counts = paced(fewest_buckets(sums[sums > 0], self._bucket_bytes, self._segment_bytes), self._pace)
+            starts, bucket_offsets = pack_evenly(peers, nbytes, counts)
+        else:
+            starts, bucket_offsets = pack(peers, nbytes, self._bucket_bytes, self._segment_bytes)
 
         segment, copies = expand_copies(segment_of, [each.copies for each in known])
         local, scratch = ("src", "dst") if sends else ("dst", "src")
@@ -174,6 +216,27 @@ def cut(extents: tuple[int, ...], itemsize: int, segment_bytes: int) -> Iterator
     for start in range(outer):
         for segment in inner_segments:
             yield Segment((start, *segment.start), (1, *segment.extents))
+
+
+def pack_evenly(peers: NDArray[np.integer], nbytes: Ints, counts: Ints) -> tuple[Ints, Ints]:
+    """The same as `pack` returns, if each peer has so many buckets: `counts`, in the order of peers.
+
+    A bucket begins with the first segment that begins in its part of the peer's bytes. It is larger than the average by a
+    segment at most.
+    """
+    padded = aligned(nbytes)
+    ends = np.cumsum(padded)
+    starts = ends - padded
+    first = np.flatnonzero(np.diff(peers, prepend=peers[:1] - 1))
+    segments = np.diff(first, append=len(peers))
+    before, of_peer = (
+        np.repeat(each, segments) for each in (starts[first], ends[first + segments - 1] - starts[first])
+    )
+    part = (starts - before) * np.repeat(counts, segments) // of_peer
+    begins = np.diff(part, prepend=-1) != 0
+    begins[first] = True
+    bucket_starts = np.flatnonzero(begins)
+    return bucket_starts, starts - np.repeat(starts[bucket_starts], np.diff(bucket_starts, append=len(nbytes)))
 
 
 def pack(peers: NDArray[np.integer], nbytes: Ints, bucket_bytes: int, segment_bytes: int) -> tuple[Ints, Ints]:

@@ -24,7 +24,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_reshard.kernels.copies.buckets import aligned, cut, pack
+from mcore_reshard.kernels.copies.buckets import aligned, cut, fewest_buckets, paced, pack, pack_evenly
 from mcore_reshard.kernels.copies.copy_table import expand, repeat
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.transports.direct.waves import waves_for
@@ -235,13 +235,24 @@ def _nccl_buckets(
         np.concatenate([end for traffic in hops for end in (traffic.src, traffic.dst)]), minlength=ranks
     )
     division = divide(budget, pairs.tolist(), hops=kinds, members=members, shared=shared)
-    first, *others = (_buckets(traffic, "nccl", *division.cut_sizes(traffic.kind)) for traffic in hops)
+    if division.keeps_pace:
+        most = [0, 0]
+        for traffic in hops:
+            needed = fewest_buckets(traffic.aligned_pair_bytes, *division.cut_sizes(traffic.kind))
+            most[traffic.kind != "train"] = max(most[traffic.kind != "train"], int(needed.max()))
+        division = division.with_most([most])
+    first, *others = (
+        _buckets(traffic, "nccl", *division.cut_sizes(traffic.kind), pace=division.pace(traffic.kind))
+        for traffic in hops
+    )
     for other in others:
         first = first.and_those_of(other)
     return first, division
 
 
-def _buckets(traffic: Traffic, kind: Kind, bucket_bytes: int, segment_bytes: int | None = None) -> PairBuckets:
+def _buckets(
+    traffic: Traffic, kind: Kind, bucket_bytes: int, segment_bytes: int | None = None, *, pace: int = 0
+) -> PairBuckets:
     """The buckets that `cut_buckets` makes of the same transfers; direct has one for each pair of ranks in a stage."""
     ends = traffic.src, traffic.dst, traffic.stage, np.full(len(traffic.src), traffic.hop)
     if kind == "direct":
@@ -258,7 +269,11 @@ def _buckets(traffic: Traffic, kind: Kind, bucket_bytes: int, segment_bytes: int
     transfer, piece = expand(models.shape.astype(np.int64), np.array([*map(len, pieces)], np.int64))
     pair = np.repeat(np.arange(len(alike)), np.diff(models.first))[transfer]
     nbytes = np.concatenate(pieces).astype(np.int64)[piece]
-    starts, offsets = pack(pair, nbytes, bucket_bytes, segment_bytes)
+    if pace:
+        counts = paced(fewest_buckets(models.aligned_pair_bytes, bucket_bytes, segment_bytes), pace)
+        starts, offsets = pack_evenly(pair, nbytes, counts)
+    else:
+        starts, offsets = pack(pair, nbytes, bucket_bytes, segment_bytes)
     last = np.append(starts[1:], len(nbytes)) - 1
     first = np.searchsorted(pair[starts], np.arange(len(alike) + 1))
     return PairBuckets(*ends, of_pair, first, offsets[last] + nbytes[last])
@@ -373,15 +388,15 @@ class _Writer:
         budget = division.budget  # merged messages fill slots that are larger by as much
         division = replace(division, budget=replace(budget, scratch_bytes=budget.scratch_bytes * self._merged))
         number, count, turn = self._turns(buckets)
-        most_buckets = int(count.max(initial=1))
-        division = division.with_pace(most_buckets)
+        of_train = buckets.hop == 0  # merged ones are fewer
+        division = replace(division, most=(int(count[of_train].max(initial=0)), int(count[~of_train].max(initial=0))))
         phase = division.phase_of(turn, buckets.stage, np.where(buckets.hop > 0, len(self._topology.gen), 0))
         communicator = division.communicator_of(buckets.src, buckets.dst, turn)
         in_slot = aligned(message_bytes(buckets.nbytes, budget))
-        columns = number, division.parts_of(count), turn, phase, in_slot, communicator
+        columns = number, count, turn, phase, in_slot, communicator
         twice = Messages(*(np.tile(column, 2) for column in columns))
         ranks = np.concatenate([buckets.src, buckets.dst])
-        window = twice.windows(next(windows_that_fit(division, twice, most_buckets, ranks)))
+        window = twice.windows(next(windows_that_fit(division, twice, ranks)))
         stream = division.stream_of(window, twice.turn, twice.communicator)
         return _Side(ranks, np.broadcast_to(stream, window.shape), window, 1)
 

@@ -13,6 +13,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
+from mcore_reshard.kernels.copies.buckets import aligned
 from mcore_reshard.planner.model.parameters import ITEMSIZE
 from mcore_reshard.planner.plan.make_schedule import wire_box
 from mcore_reshard.planner.plan.paths import HopKind
@@ -56,6 +57,11 @@ class Traffic:
     def pair_bytes(self) -> Ints:
         """[pairs]: bytes of all transfers of each, on the wire."""
         return np.asarray(np.add.reduceat(self.shape_bytes[self.shape], self.first[:-1]), np.int64)
+
+    @property
+    def aligned_pair_bytes(self) -> Ints:
+        """The same, each transfer rounded up to where the next may start, as `fewest_buckets` wants them."""
+        return np.asarray(np.add.reduceat(aligned(self.shape_bytes)[self.shape], self.first[:-1]), np.int64)
 
     def of_pairs(self, chosen: Ints) -> Traffic:
         """The transfers of the chosen pairs, in that order."""

@@ -33,13 +33,14 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 Numbers = Ints | int
-MOST_WAVES = 16  # of a relay; more overlap better, and every wave takes some words between all ranks
+MOST_WAVES = 32  # of a relay between hosts; more overlap better, and every wave takes some words between all ranks
+MOST_SHARED_WAVES = 16  # where replicas pass on within hosts alone
 _LANDINGS_IN_A_WAVE = 12  # of a rank, at least, if so many replicas take turns
 _FIRSTS_TRIED = 64  # evenly spaced; with more replicas, neighboring ones hardly differ
 
 
-def waves_for(passed_on: int, received: int, landings: int, replicas: int) -> int:
-    """The number of waves where replicas pass on so many of the bytes that they receive: 1, 2, 4, 8 or 16.
+def waves_for(passed_on: int, received: int, landings: int, replicas: int, most: int = MOST_WAVES) -> int:
+    """The number of waves where replicas pass on so many of the bytes that they receive: 1, 2, 4, ... `most`.
 
     The last wave is passed on when nothing lands any more, which costs a wave's part of what is passed on; each wave
     costs some order. So the best number goes with the square root of the share that is passed on.
@@ -48,32 +49,29 @@ def waves_for(passed_on: int, received: int, landings: int, replicas: int) -> in
     them, some replicas get twice as much as others: simulated, Qwen3 4B on 32 replicas took 1.2 times as long in 16 waves
     as in 4.
     """
-    waves = MOST_WAVES
-    while waves > 1 and 2 * MOST_WAVES**2 * passed_on <= waves**2 * received:
+    waves = most
+    while waves > 1 and 2 * most**2 * passed_on <= waves**2 * received:
         waves //= 2
     while waves > 2 and landings < min(replicas, _LANDINGS_IN_A_WAVE) * waves:
         waves //= 2
     return waves
 
 
-def wave_of(members: int, pairs: Ints, waves: int, *, even: bool) -> Ints:
+def wave_of(members: int, pairs: Ints, waves: int) -> Ints:
     """The wave of every overlap of every member [members, overlaps] of a transfer group.
 
     Overlaps with equal `pairs` [overlaps] are of the same two parts. Each two parts have work in all waves, or in as
-    many as they have overlaps; a single one is in the middle, where all hops are under way. Without `even` later waves
-    are smaller, the last one a third of the first, as it is passed on alone:
+    many as they have overlaps; a single one is in the middle, where all hops are under way:
 
-        members                  0  1  2  3  4  5  6  7  8  9
-        of four waves            0  0  0  0  1  1  2  2  3  3
-        of four even waves       0  0  1  1  1  2  2  3  3  3
+        members          0  1  2  3  4  5  6  7  8  9
+        of four waves    0  0  1  1  1  2  2  3  3  3
 
-    Even waves are for one host, and for unknown ones. On a host replicas are limited by what they read, from the trainer
-    and from each other, and only while they have the first wave from the trainer alone they read less.
+    Waves are even. A smaller last one, which is passed on alone, would make all others larger than what the trainer sends
+    meanwhile; where NICs of the engine are as busy as the trainer's, this takes longer.
     """
     of_pair = np.bincount(pairs, minlength=1)[pairs]
     place, places = 2 * (np.arange(members)[:, None] * of_pair + order_within(pairs)) + 1, 2 * members * of_pair
-    # Integers: all ranks must agree.
-    return waves * place // places if even else waves * place * (places + place) // (2 * places**2)
+    return waves * place // places  # integers: all ranks must agree
 
 
 def stride_of(turns: Ints, replicas: Numbers) -> Ints:

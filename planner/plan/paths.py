@@ -119,7 +119,6 @@ class Paths:
     sites: Sites
     relay: bool  # each overlap leaves the trainer once
     share: bool  # each overlap enters an NVLink domain once
-    even_waves: bool  # waves of a relay are equally large
     _kept: dict[tuple[int, ...], Ints] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -151,7 +150,7 @@ class Paths:
     def waves(self, members: int, waves: int) -> Ints:
         """[members, overlaps]: in which of `waves` waves each overlap moves, through all its hops."""
         pairs = self.src_parts * len(self.sites.dst_gpus) + self.dst_parts
-        return self._keep((3, members, waves), lambda: wave_of(members, pairs, waves, even=self.even_waves))
+        return self._keep((3, members, waves), lambda: wave_of(members, pairs, waves))
 
     @property
     def relays(self) -> bool:

@@ -28,7 +28,7 @@ from mcore_reshard.planner.model.name_patterns import fill
 from mcore_reshard.planner.model.parameters import ITEMSIZE, ParameterGroup
 from mcore_reshard.planner.topology.topology import Topology
 
-from .balance import waves_for
+from .balance import MOST_SHARED_WAVES, MOST_WAVES, waves_for
 from .loads import Loads, loads_of
 from .paths import NIC, Hop, HopKind, Paths, Sites
 from .rails import Rails
@@ -79,12 +79,12 @@ class TransferPattern:
         nbytes = [overlap.region.elements * ITEMSIZE[self.ends(overlap)[1].tensor.dtype] for overlap in self.overlaps]
         return np.array(nbytes, dtype=np.int64)
 
-    def paths(self, sites: Sites, key: bytes, relay: bool, share: bool, even_waves: bool) -> Paths:
+    def paths(self, sites: Sites, key: bytes, relay: bool, share: bool) -> Paths:
         """The paths of the overlaps if replicas are at `sites`; sites with one `key` are alike."""
-        full_key = sites.src_gpus.shape, sites.dst_gpus.shape, key, relay, share, even_waves
+        full_key = sites.src_gpus.shape, sites.dst_gpus.shape, key, relay, share
         if full_key not in self._paths:  # many transfer groups share it, and so do plans for more or fewer replicas
             parts = self.parts["train"], self.parts["gen"]
-            self._paths[full_key] = Paths(*parts, self.overlap_bytes, sites, relay, share, even_waves)
+            self._paths[full_key] = Paths(*parts, self.overlap_bytes, sites, relay, share)
         return self._paths[full_key]
 
 
@@ -328,7 +328,8 @@ class Plan:
             landings += members * len(far_bytes)
             far += int(far_bytes.sum())
             turns += int((far_bytes * paths.landings.sizes[paths.landings.row[by_nic]]).sum())
-        return waves_for(passed_on, received, landings // self.gen.world, turns // max(1, far))
+        most = MOST_WAVES if "relay" in self.later_hops else MOST_SHARED_WAVES
+        return waves_for(passed_on, received, landings // self.gen.world, turns // max(1, far), most)
 
     @cached_property
     def spans_hosts(self) -> bool:
@@ -358,7 +359,7 @@ class Plan:
         if key not in self._paths:
             passes_on = (False, False) if self.straight else (self.relay, self.topology is not None)
             sites = self._sites_of((transfers.src, transfers.dst))
-            self._paths[key] = self.patterns[transfers.pattern].paths(*sites, *passes_on, not self.spans_hosts)
+            self._paths[key] = self.patterns[transfers.pattern].paths(*sites, *passes_on)
         return self._paths[key]
 
     def _sites_of(self, ends: tuple[int, int]) -> tuple[Sites, bytes]:

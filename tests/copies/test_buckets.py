@@ -9,7 +9,16 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_reshard.kernels.copies.buckets import Segment, cut, pack
+from mcore_reshard.kernels.copies.buckets import (
+    Segment,
+    aligned,
+    cut,
+    fewest_buckets,
+    pace_of,
+    paced,
+    pack,
+    pack_evenly,
+)
 from mcore_reshard.kernels.options import ALIGNMENT
 
 MIB = 1 << 20
@@ -121,3 +130,36 @@ def filled(transfers: list[float], bucket: float, segment: float) -> list[float]
     nbytes = np.array([prod(piece.extents) for each in rows for piece in cut(each, 1, int(segment * MIB))])
     firsts, _ = pack(np.zeros(len(nbytes), np.int64), nbytes, int(bucket * MIB), int(segment * MIB))
     return [float(size) for size in np.add.reduceat(nbytes, firsts) / MIB]
+
+
+@given(st.integers(1, 5000), st.lists(st.integers(1, 5000), min_size=1))
+def test_pairs_in_pace_have_as_many_buckets_or_a_half_or_a_quarter_of_them(most: int, fewest: list[int]) -> None:
+    pace = pace_of(most)
+    assert most <= pace < most * 1.125 + 1
+    halves = [pace >> halvings for halvings in range(pace.bit_length())]
+    needed = np.minimum(fewest, most)
+    for count, need in zip(paced(needed, pace).tolist(), needed.tolist(), strict=True):
+        assert count == min(half for half in halves if half >= need)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(1, 400)), min_size=1, max_size=60),
+    st.sampled_from([1024, 4096]),
+    st.integers(1, 40),
+)
+def test_buckets_in_pace_are_about_equally_full(rows: list[tuple[int, int]], bucket_bytes: int, pace: int) -> None:
+    peers, nbytes = np.array(sorted(rows), np.int64).T
+    segment_bytes = 400
+    _, first = np.unique(peers, return_index=True)
+    totals = np.add.reduceat(aligned(nbytes), first)
+    fewest = fewest_buckets(totals, bucket_bytes, segment_bytes)
+    counts = paced(fewest, pace_of(max(pace, int(fewest.max()))))
+    starts, offsets = pack_evenly(peers, nbytes, counts)
+    assert set(first.tolist()) <= set(starts.tolist())  # a bucket is of one peer
+    bounds = np.append(starts, len(nbytes))
+    sizes = offsets[bounds[1:] - 1] + nbytes[bounds[1:] - 1]
+    of_bucket = np.searchsorted(first, starts, side="right") - 1
+    assert (np.bincount(of_bucket) <= counts).all() and (offsets % ALIGNMENT == 0).all() and sizes.max() <= bucket_bytes
+    assert (sizes <= (totals // counts)[of_bucket] + aligned(segment_bytes)).all()
+    for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        assert offsets[begin] == 0 and (np.diff(offsets[begin:end]) == aligned(nbytes[begin : end - 1])).all()

@@ -186,7 +186,7 @@ def test_the_script_of_nccl_is_the_rounds_of_its_executor_where_small_segments_f
     found = script(plan, "nccl")
     assert plan.later_hops == (("share",) if gpus else ())
     assert joined_runs_of_script(plan, found) == nccl_joined(plan, len(plan.later_hops), transport="nccl")
-    monkeypatch.setattr(staging, "_SEGMENTS_OF_MANY", 1)
+    monkeypatch.setattr(staging, "_SEGMENTS", 1)
     assert len(found.buckets) < len(script(plan, "nccl").buckets)
 
 
@@ -287,7 +287,7 @@ def runs_by_nccl(runs: list[list[list[Message]]], plan: Plan) -> list[list[list[
 
 
 def test_a_wave_is_passed_on_within_hosts_once_it_has_come_from_other_hosts() -> None:
-    plan = on_hosts(Case("tiny-qwen3-moe", "tp=2,ep=2", "tp=2,dp=3"), 4)
+    plan = on_hosts(Case("tiny-qwen3-moe", "tp=2,ep=2", "tp=2,dp=3", changes=(("num_hidden_layers", 32),)), 4)
     found = script(plan, "auto")
     hop = np.zeros(len(found.round_rank), np.int64)
     hop[found.src_round], hop[found.dst_round] = found.buckets.hop, found.buckets.hop

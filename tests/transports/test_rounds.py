@@ -131,7 +131,7 @@ def test_scratch_grows_with_nothing_and_messages_shrink_with_peers_to_a_sixteent
     assert many.bucket_bytes == 8 * mebi
     assert 10.6 * mebi < divide(ScratchBudget(512 * mebi, 2, 2), [48, 8]).bucket_bytes < 128 * mebi / 12
     joined = divide(ScratchBudget(512 * mebi, 2, 2), [1000, 1000], hops=("relay",))
-    assert 5.3 * mebi < joined.bucket_bytes < 128 * mebi / 24
+    assert 2.6 * mebi < joined.bucket_bytes < 128 * mebi / 48
     assert many.keeps_streams and many.streams_of(5, 0) == (0,)
     assert divide(ScratchBudget(512 * mebi, 2, 2, checksums=True), [16, 16]).bucket_bytes == 8 * mebi - 16
 
@@ -143,12 +143,17 @@ def sent(counts: list[int], nbytes: int) -> Messages:
     return Messages(number, count, turn, phase_of(turn), sizes)
 
 
-def test_there_are_as_many_windows_as_buckets_of_a_pair_if_they_fit_and_more_if_not() -> None:
-    even = sent([5, 5, 5], 64)
-    roomy, tight = (divide(ScratchBudget(slot * 4), [3, 1, 1, 1]) for slot in (192, 128))
-    assert next(windows_that_fit(roomy, even, 5)) == 5
+def test_there_are_as_many_windows_as_a_pair_has_buckets_or_half_as_many_if_these_are_few_and_fit() -> None:
+    even, long = sent([5, 5, 5], 64), sent([40, 40, 40], 64)
+    large, roomy, tight = (
+        divide(ScratchBudget(slot * 4), [3, 1, 1, 1]).with_most([(5, 0)]) for slot in (1000, 192, 128)
+    )
+    assert next(windows_that_fit(large, even)) == 4  # so that both streams have rounds
+    assert next(windows_that_fit(large.with_most([(31, 0), (7, 0)]), long)) == 15
+    assert next(windows_that_fit(large.with_most([(40, 0), (7, 0)]), long)) == 40
+    assert next(windows_that_fit(roomy, even)) == 5
     assert np.array_equal(even.windows(5), even.number)  # round k: the k-th bucket of every pair
-    fitting = [*windows_that_fit(tight, even, 5)]
+    fitting = [*windows_that_fit(tight, even)]
     assert min(fitting) > 5 and 5 not in fitting
     for windows in fitting:
         assert np.bincount(even.windows(windows)).max() <= 2
@@ -161,8 +166,8 @@ def test_ranks_with_many_peers_fill_their_slots_in_few_windows() -> None:
     """Eight pairs, four on each stream, and a slot of sixteen messages: four of each pair fit."""
     many = divide(ScratchBudget(64 * 16 * 4), [8] * 9)
     assert many.keeps_streams and many.bucket_bytes == 128
-    assert next(windows_that_fit(many, sent([40] * 8, 64), 40)) == 10
-    assert next(windows_that_fit(many, sent([8] * 8, 16), 8)) == 1
+    assert next(windows_that_fit(many.with_most([(40, 0)]), sent([40] * 8, 64))) == 10
+    assert next(windows_that_fit(many.with_most([(8, 0)]), sent([8] * 8, 16))) == 1
 
 
 @pytest.mark.parametrize("stride", [1, 2, 4, 8])
@@ -338,25 +343,23 @@ def test_a_copy_between_two_replicas_is_a_session_without_a_trainer() -> None:
     assert all(torch.equal(*pair) for pair in zip(bound[0].tensors, bound[1].tensors, strict=True))
 
 
-def test_pairs_keep_time_with_the_one_that_has_the_most_buckets() -> None:
-    division = replace(divide(ScratchBudget(), [16, 16], hops=("relay",)), pace=75)
+def test_pairs_keep_pace_with_the_one_that_has_the_most_buckets() -> None:
+    unknown = divide(ScratchBudget(), [16, 16], hops=("relay",))
+    division = unknown.with_most([(9, 75), (10, 0)])
     assert not division.keeps_streams
-    counts = np.array([75, 72, 38, 37, 20, 1])
-    assert division.parts_of(counts).tolist() == [75, 75, 75, 37.5, 25, 1]
-    assert (division.parts_of(counts) >= counts).all()
-    assert divide(ScratchBudget(), [16, 16]).parts_of(counts).tolist() == counts.tolist()
+    assert division.most == (10, 80) and (division.pace("train"), division.pace("relay")) == (10, 80)
+    direct = divide(ScratchBudget(), [16, 16]).with_most([(9, 0), (10, 0)])
+    assert direct.most == (10, 0) and direct.pace("train") == 0
 
 
 def test_replicas_that_exchange_with_all_others_do_so_evenly() -> None:
     """128 ranks of 16 hosts: each has 15 peers, of which no two have their moments close to each other."""
-    division = replace(divide(ScratchBudget(), [30] * 128, hops=("relay",)), pace=75)
+    division = divide(ScratchBudget(), [30] * 128, hops=("relay",))
     turn = np.arange(8, 128, 8)
     phases = np.sort(division.phase_of(turn, 0, np.full(15, 128)))
     assert np.allclose(np.diff(phases), 1 / 16)
     number = np.tile(np.arange(75), 15)
-    messages = Messages(
-        number, division.parts_of(np.full(75 * 15, 75)), np.repeat(turn, 75), np.repeat(phases, 75), number
-    )
+    messages = Messages(number, np.full(75 * 15, 75), np.repeat(turn, 75), np.repeat(phases, 75), number)
     in_window = np.bincount(messages.windows(100))
     assert in_window.max() - in_window.min() <= 1
 

@@ -36,6 +36,7 @@ from .staging import (
     Round,
     ScratchBudget,
     divide,
+    most_buckets,
     pair_count,
     slot_bytes,
     windows_that_fit,
@@ -199,15 +200,16 @@ class NcclConnection:
             self.ends = [
                 HopEnd.cut(part, division, train_ranks) for part, division in zip(self._parts, divisions, strict=True)
             ]
-            messages = [Messages.of(*part) for part in zip(self.ends, divisions, strict=True)]
-            most = [
-                *zip(*gather("most_buckets", [each.most_of_a_pair for each in messages], _parse_counts), strict=True)
+            own = [most_buckets(*part) for part in zip(self.ends, divisions, strict=True)]
+            most = zip(*gather("most_buckets", own, _parse_pairs), strict=True)
+            divisions = [division.with_most(of_part) for division, of_part in zip(divisions, most, strict=True)]
+            self.ends = [
+                HopEnd.cut(part, division, train_ranks) if division.keeps_pace else ends
+                for part, division, ends in zip(self._parts, divisions, self.ends, strict=True)
             ]
-            most_buckets = [*map(max, most)]
-            divisions = [division.with_pace(most) for division, most in zip(divisions, most_buckets, strict=True)]
             messages = [Messages.of(*part) for part in zip(self.ends, divisions, strict=True)]
-            own = zip(divisions, messages, most_buckets, strict=True)
-            fitting = gather("windows", [[*windows_that_fit(*part)] for part in own], _parse_windows)
+            windows = [[*windows_that_fit(*part)] for part in zip(divisions, messages, strict=True)]
+            fitting = gather("windows", windows, _parse_windows)
             return [with_windows(*part) for part in zip(divisions, zip(*fitting, strict=True), strict=True)]
         except ValueError as error:
             raise SessionError(str(error)) from error
@@ -291,6 +293,10 @@ def _parse_word(word: Any) -> tuple[list[int], list[list[HopKind]], str]:
 
 def _parse_counts(counts: Any) -> list[int]:
     return [int(each) for each in counts]
+
+
+def _parse_pairs(pairs: Any) -> list[tuple[int, int]]:
+    return [(int(first), int(second)) for first, second in pairs]
 
 
 def _parse_windows(windows: Any) -> list[list[int]]:

@@ -15,17 +15,19 @@ On one stream NCCL uses half of its channels for messages of this size, and the 
 reach 297 GB/s with one stream, 321 with two.
 
 All ranks take the same number of windows: the fewest with which the fullest round of every rank fits into a slot. Ranks
-with few peers take at least as many as the pair with the most buckets has, so that all streams have rounds.
+with few peers take at least as many as the pair with the most buckets has, so that all streams have rounds; in waves, which
+have few buckets, and where replicas pass on, half as many.
 
 Replicas that pass bytes on do so in the rounds of the trainer's next waves. One group has what a rank receives from the
 trainer and from replicas, and what it sends to these. The fuller side of the fullest rank decides how long such a round
-takes. So messages are smaller, or only those over NVLink; and pairs keep time with the one that has the most buckets:
+takes. So messages are smaller, or only those over NVLink; and pairs keep pace with the one that has the most buckets, those
+of the trainer and those of replicas for themselves. They have as many buckets, half as many, a quarter (see `cut_buckets`):
 
-    own times      75 buckets  0.0  1.0  2.0 ...  74.0          72 buckets  0.0  1.04  2.08 ...  74.0    of 75 parts
-    with pace      75 buckets  0.0  1.0  2.0 ...  74.0          72 buckets  0.0  1.0   2.0  ...  71.0
+    own numbers      75 buckets  0.0  1.0  2.0 ...  74.0          72 buckets  0.0  1.04  2.08 ...  74.0    of 75 parts
+    in pace          75 buckets  0.0  1.0  2.0 ...  74.0          75 buckets  0.0  1.0   2.0  ...  74.0
 
-With times of their own, the buckets of all pairs would come together at some moments, and none would at others. Where ranks
-share GPUs, replicas pass on in rounds of a stream of their own.
+With other numbers, the buckets of all pairs would come together at some moments, and none would at others. Where ranks share
+GPUs, replicas pass on in rounds of a stream of their own.
 """
 
 from __future__ import annotations
@@ -39,7 +41,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_reshard.kernels.copies.buckets import Bucket, Size, aligned, cut_buckets
+from mcore_reshard.kernels.copies.buckets import (
+    Bucket,
+    Size,
+    aligned,
+    cut_buckets,
+    fewest_buckets,
+    pace_of,
+    pair_bytes,
+)
 from mcore_reshard.kernels.copies.casts import Casts, bound_casts
 from mcore_reshard.kernels.copies.copy_table import COPY, SCRATCH, Ints, joined
 from mcore_reshard.kernels.options import ALIGNMENT, DEFAULT_SCRATCH_BYTES
@@ -58,13 +68,16 @@ from .shared_gpus import SharedGpus
 DIGEST_BYTES = 16  # after each bucket, where buckets are checked
 _MOST_MESSAGES = 16  # that a slot holds at their full size: of 512 MiB, 8 MiB each
 _MOST_OF_MANY = 12  # the same where a rank has many peers: 10.7 MiB each. Rounds then fill evenly with fewer messages
-_MOST_JOINED = 24  # the same where a slot has what a rank sends and what it receives
+_MOST_JOINED = 48  # the same where a slot has what a rank sends and what it receives: 2.7 MiB each
 _SO_MANY_PEERS = 48
 _OF_SHARES = 6  # Messages within a domain are so many times smaller than those of 10.7 MiB: NVLink has them at once.
-_SEGMENTS_OF_MANY = 16  # of a full message between many: whole transfers of 7 MiB would fill two thirds of it
+_SEGMENTS = 16  # of a full message, if many are to be equally full: whole transfers of 7 MiB would fill two thirds
 _LEAST_SEGMENT_BYTES = 64 << 10  # If scratch is small, segments would take more copies than they are worth.
+_LEAST_SEGMENTS = 4  # of a full message, even so, where pairs keep a pace
 _MANY_PEERS = 4  # for each stream, from which on a pair keeps to one
 _MOST_OF_A_PAIR = 8  # of its buckets in a window, where pairs keep to a stream
+_FEW_BUCKETS = 32  # of the pair with the most, as in a wave: up to here, windows may have two of it
+_LEAST_WINDOWS = 4  # these, so that both streams have rounds
 _GROWTH, _GROWTHS = 1.1, 88  # the numbers of windows that are tried
 
 
@@ -96,7 +109,8 @@ class Division:
     hops: tuple[HopKind, ...] = ()  # in which replicas send as well
     of_shares: int = 1  # so many times smaller are buckets that they send within their domain
     segments: int = 1  # of a full bucket; fewer where they would be too small
-    pace: int = 0  # buckets of the pair with the most, if others keep time with it
+    keeps_pace: bool = False  # whether pairs keep pace with each other
+    most: tuple[int, int] = (0, 0)  # buckets of the pair with the most: of the trainer's, of replicas
     windows: int = 1
     shared: SharedGpus | None = None  # where members of both sides share GPUs
 
@@ -139,16 +153,25 @@ class Division:
     def cut_sizes(self, hop: HopKind) -> tuple[int, int]:
         """Bytes of the largest bucket of a hop, and of the largest segment in it."""
         bucket_bytes = _part_of(self.bucket_bytes, self.of_shares if hop == "share" else 1)
-        segment_bytes = max(_part_of(bucket_bytes, self.segments), _LEAST_SEGMENT_BYTES)
-        return bucket_bytes, min(bucket_bytes, segment_bytes)
+        least_bytes = min(_LEAST_SEGMENT_BYTES, _part_of(bucket_bytes, _LEAST_SEGMENTS if self.keeps_pace else 1))
+        return bucket_bytes, max(_part_of(bucket_bytes, self.segments), least_bytes)
 
-    def with_pace(self, most_buckets: int) -> Division:
-        """The division once it is known how many buckets the pair with the most of all ranks has."""
-        return replace(self, pace=most_buckets) if self.passes_on else self
+    def with_most(self, most: Iterable[Sequence[int]]) -> Division:
+        """The division once it is known how many buckets the pairs with the most have, by rank."""
+        of_train, of_replicas = (max(each) for each in zip(*most, strict=True))
+        if self.keeps_pace:
+            of_train, of_replicas = pace_of(of_train), pace_of(of_replicas)
+        return replace(self, most=(of_train, of_replicas))
 
-    def parts_of(self, count: Any) -> Any:
-        """Into how many parts the refit is cut for a pair of so many buckets, one after the other. Also of arrays."""
-        return self.pace / (self.pace // count) if self.pace else count
+    def pace(self, hop: HopKind) -> int:
+        """The pace of the pairs of a hop; 0: they keep none."""
+        return self.most[hop != "train"] if self.keeps_pace else 0
+
+    def buckets_of(self, schedule: Schedule) -> tuple[Bucket, ...]:
+        """The buckets of a rank in one hop; none yet where pairs keep a pace that is not known."""
+        if self.keeps_pace and not any(self.most):
+            return ()
+        return cut_buckets(schedule, *self.cut_sizes(schedule.hop_kind), pace=self.pace(schedule.hop_kind))
 
     def phase_of(self, turn: Any, stage: Any, ranks: Any) -> Any:
         """Where in its part a bucket's moment is; `ranks` as in `joined_phase_of`. Also of arrays."""
@@ -171,7 +194,7 @@ class HopEnd:
         return [
             cls(
                 schedule,
-                cut_buckets(schedule, *division.cut_sizes(schedule.hop_kind)),
+                division.buckets_of(schedule),
                 number > 0,
                 train_ranks if number or schedule.world == "gen" else 0,
                 train_ranks if number or schedule.world == "train" else 0,
@@ -188,6 +211,14 @@ class HopEnd:
         """The rank itself, in the session's group."""
         return self.first_own + self.schedule.rank
 
+    def most_buckets(self, division: Division) -> int:
+        """How many buckets the pair with the most has; or needs, if pairs keep a pace."""
+        if not division.keeps_pace:
+            return max(Counter((bucket.stage, bucket.peer) for bucket in self.buckets).values(), default=0)
+        sizes = division.cut_sizes(self.schedule.hop_kind)
+        tables = (table for stage in self.schedule.stages for table in (stage.sends, stage.recvs))
+        return max((int(fewest_buckets(pair_bytes(table), *sizes).max(initial=0)) for table in tables), default=0)
+
     def way(self, peer: int) -> tuple[int, int]:
         """The group ranks of the sender and the receiver of a message with a peer."""
         own, other = self.own, self.first_peer + peer
@@ -199,7 +230,7 @@ class Messages:
     """What decides on the rounds of one rank's messages; every column has one entry a message."""
 
     number: Ints  # among those of its stage and peer
-    parts: Ints | Floats  # how many these are, or `Division.parts_of` them
+    count: Ints  # how many these are
     turn: Ints
     phase: Floats
     nbytes: Ints  # in a slot
@@ -223,15 +254,11 @@ class Messages:
         number, count, turn, stage, of_ranks, nbytes, src, dst = np.array(rows, np.int64).reshape(-1, 8).T.copy()
         phase = division.phase_of(turn, stage, of_ranks)
         in_slot = aligned(message_bytes(nbytes, division.budget))
-        return cls(number, division.parts_of(count), turn, phase, in_slot, division.communicator_of(src, dst, turn))
-
-    @property
-    def most_of_a_pair(self) -> int:
-        return int(self.parts.max(initial=1))
+        return cls(number, count, turn, phase, in_slot, division.communicator_of(src, dst, turn))
 
     def windows(self, windows: int) -> Ints:
         """The window of each message."""
-        return np.asarray(window_of(self.number, self.parts, self.phase, windows), np.int64)
+        return np.asarray(window_of(self.number, self.count, self.phase, windows), np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +338,7 @@ def divide(
     """Divide scratch so that the rank with the most peers fits. `pairs[r]` is the `pair_count` of group rank `r`.
 
     A slot has a place for one bucket of each peer, or for 16; for 12 where a rank has 48 peers or more. With 2 streams of 2
-    slots, 4 peers and 512 MiB, buckets have 32 MiB. Where replicas send as well, in these `hops`, it has places for 24; or
+    slots, 4 peers and 512 MiB, buckets have 32 MiB. Where replicas send as well, in these `hops`, it has places for 48; or
     for 12, if they do so within their domain alone, and have many peers. `members` are the ranks with peers in any part, by
     default in this one. Where those of both sides share GPUs (`shared`), there may be more streams.
     Raises ValueError if less than one element fits.
@@ -338,7 +365,8 @@ def divide(
         keeps_streams and not hops,
         tuple(sorted(hops)),
         of_shares=_OF_SHARES if hops and not is_joined else 1,
-        segments=_SEGMENTS_OF_MANY if has_many and not is_joined else 1,
+        segments=_SEGMENTS if has_many or is_joined else 1,
+        keeps_pace=is_joined,
         shared=shared,
     )
 
@@ -370,16 +398,26 @@ def _streams_of_turns(bits: int, streams: int) -> Ints:
     return np.asarray(stream % streams, np.int64)
 
 
-def windows_that_fit(division: Division, messages: Messages, most_buckets: int, rank: Ints | int = 0) -> Iterator[int]:
+def most_buckets(ends: Iterable[HopEnd], division: Division) -> tuple[int, int]:
+    """Buckets of the pair with the most among a rank's: of those with the other world, of those of replicas."""
+    first, *others = (end.most_buckets(division) for end in ends)
+    return first, max(others, default=0)
+
+
+def windows_that_fit(division: Division, messages: Messages, rank: Ints | int = 0) -> Iterator[int]:
     """Numbers of windows, ascending, of which a rank's fullest round fits into a slot.
 
-    `most_buckets` is how many the pair with the most of all ranks has; `rank` [messages], if they are of several.
+    `division` knows how many buckets the pair with the most has; `rank` [messages], if they are of several.
     """
-    fewest = max(1, most_buckets // _MOST_OF_A_PAIR) if division.keeps_streams else most_buckets
+    most = fewest = max(1, *division.most)
+    if division.keeps_streams:
+        fewest = max(1, most // _MOST_OF_A_PAIR)
+    elif division.keeps_pace or most < _FEW_BUCKETS:
+        fewest = max(min(most, _LEAST_WINDOWS), most // 2)
     one_stream = not division.keeps_streams and division.shared is None  # in a window
     most_of_window = division.slot_bytes * (1 if one_stream else division.streams)
     most_of_rank = np.bincount(np.broadcast_to(rank, messages.nbytes.shape), messages.nbytes).max(initial=0)
-    for windows in sorted({int(fewest * _GROWTH**growth) for growth in range(_GROWTHS)}):
+    for windows in sorted({most, *(int(fewest * _GROWTH**growth) for growth in range(_GROWTHS))}):
         if windows * most_of_window >= most_of_rank and _fits(division, messages, windows, rank):
             yield windows
 
@@ -399,12 +437,11 @@ def divide_windows(
     of each rank. Raises as `with_windows`.
     """
     ends = [HopEnd.cut(of_rank, division, train_ranks) for of_rank in ranks]
+    division = division.with_most(most_buckets(of_rank, division) for of_rank in ends)
+    if division.keeps_pace:
+        ends = [HopEnd.cut(of_rank, division, train_ranks) for of_rank in ranks]
     messages = [Messages.of(of_rank, division) for of_rank in ends]
-    most_buckets = max(each.most_of_a_pair for each in messages)
-    if division.passes_on:
-        division = division.with_pace(most_buckets)
-        messages = [Messages.of(of_rank, division) for of_rank in ends]
-    return with_windows(division, [windows_that_fit(division, each, most_buckets) for each in messages]), ends
+    return with_windows(division, [windows_that_fit(division, each) for each in messages]), ends
 
 
 def _fits(division: Division, messages: Messages, windows: int, rank: Ints | int) -> bool:
