@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 from math import prod
 from typing import NamedTuple, TypeVar
@@ -28,9 +29,9 @@ from numpy.typing import NDArray
 from mcore_reshard.kernels.errors import Waiting
 from mcore_reshard.kernels.options import ALIGNMENT
 from mcore_reshard.planner.layout.geometry import row_major_strides
-from mcore_reshard.planner.plan.schedule import Schedule, TransferTable
+from mcore_reshard.planner.plan.schedule import Schedule, StridedBox, TransferTable
 
-from .casts import CastKinds, box_copies, itemsizes
+from .casts import CastForm, CastKinds, box_copies, itemsizes
 from .copy_table import SCRATCH, Ints, distinct, expand, expand_copies
 
 _WHOLE_HALVINGS = 4  # of a pace of 128 or more; of smaller ones so many that 8 buckets are left
@@ -140,7 +141,11 @@ class _Cutter:
         kinds, kind_of = distinct(
             table.strided_box[order], itemsize, self._casts.form_of[tensor], offset % self._casts.period[tensor]
         )
-        segments = [self._segments(*kind, sends=sends) for kind in kinds]
+        boxes, forms, segment_bytes = self._schedule.strided_boxes, self._casts.forms, self._segment_bytes
+        segments = [
+            _segments(boxes[box], size, forms[form], place, segment_bytes, sends=sends)
+            for box, size, form, place in kinds
+        ]
         known = [*chain.from_iterable(segments)]
         transfer, segment_of = expand(kind_of, np.array([len(of_kind) for of_kind in segments], np.int64))
         peers = table.peer[order[transfer]]
@@ -177,19 +182,22 @@ class _Cutter:
         parameter = schedule.parameter_name(int(table.transfer_group[row]), int(table.member[row]))
         return Waiting(schedule.name, peer, schedule.stages[stage].pp_stage, parameter, sends)
 
-    def _segments(self, strided_box: int, itemsize: int, form: int, place: int, *, sends: bool) -> list[_SegmentCopies]:
-        """The segments of a kind of transfers; `place` is where in a matrix they start, in elements."""
-        box = self._schedule.strided_boxes[strided_box]
-        cast = self._casts.forms[form]
-        wire_itemsize = cast.to_bytes if cast else itemsize
-        segments = []
-        for segment in cut(box.extents, wire_itemsize, self._segment_bytes):
-            start = sum(index * stride for index, stride in zip(segment.start, box.strides, strict=True))
-            packed = row_major_strides(segment.extents)
-            sides = (box.strides, packed) if sends else (packed, box.strides)
-            copies = box_copies(segment.extents, *sides, itemsize, cast, place + start)
-            segments.append(_SegmentCopies(prod(segment.extents) * wire_itemsize, start * itemsize, copies))
-        return segments
+
+@lru_cache(4096)  # the same in every wave and stage
+def _segments(
+    box: StridedBox, itemsize: int, cast: CastForm | None, place: int, segment_bytes: int, *, sends: bool
+) -> tuple[_SegmentCopies, ...]:
+    """The segments of a kind of transfers; `place` is where in a matrix they start, in elements."""
+    wire_itemsize = cast.to_bytes if cast else itemsize
+    segments = []
+    for segment in cut(box.extents, wire_itemsize, segment_bytes):
+        start = sum(index * stride for index, stride in zip(segment.start, box.strides, strict=True))
+        packed = row_major_strides(segment.extents)
+        sides = (box.strides, packed) if sends else (packed, box.strides)
+        copies = box_copies(segment.extents, *sides, itemsize, cast, place + start)
+        copies.flags.writeable = False
+        segments.append(_SegmentCopies(prod(segment.extents) * wire_itemsize, start * itemsize, copies))
+    return tuple(segments)
 
 
 class Segment(NamedTuple):
