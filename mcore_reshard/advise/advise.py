@@ -2,7 +2,7 @@
 
 1. every mesh that the model allows on these GPUs, whose memory is counted from its layout
 2. a short list: engine meshes by the bytes of a GPU, training meshes by how evenly their ranks can send
-3. a plan for each pair of the short list, on these hosts: how long its busiest link is busy
+3. a plan for each pair of the short list, on these hosts: how long its busiest link is busy, also with PXN
 4. a simulation of the first few
 """
 
@@ -17,7 +17,7 @@ from mcore_reshard.planner.layout.engines import Engine, engine_named
 from mcore_reshard.planner.layout.mesh import GenMesh, TrainMesh
 from mcore_reshard.planner.model.parameters import ModelParameters
 from mcore_reshard.planner.model.precision import FP8, QUANTIZED, Precision, precision_of
-from mcore_reshard.planner.plan.loads import busy_seconds
+from mcore_reshard.planner.plan.loads import busy_seconds, rail_bytes
 from mcore_reshard.planner.plan.locate import located
 from mcore_reshard.planner.plan.paths import LINK_NAMES, LINKS, NVLINK
 from mcore_reshard.planner.plan.plan import Plan
@@ -34,11 +34,12 @@ GPU_BYTES = {"h100-8": 80_000_000_000, "h200-8": 141_000_000_000, "gb200-nvl72":
 ACTIVATIONS = 0.3  # of a trainer's GPU, kept for activations, buffers and a refit's scratch
 KV_CACHE = 0.3  # of an engine's GPU, kept for the KV cache, activations and a refit's tables
 MOST_GPUS = 4096  # of a side
-_GEN_MESHES, _TRAIN_MESHES = 6, 2  # of the short list
+_GEN_MESHES, _TRAIN_MESHES = 6, 3  # of the short list
 _SIMULATED = 3  # pairs
 _NEAR = 1.1  # costs that differ by less count as equal: other things decide
 _NOTEWORTHY_NEAR = 0.005  # of the bytes: less is shown as 0%
 _NOTEWORTHY_MISC = 0.01  # share of the bytes
+_NOTEWORTHY_RAILS = 1.02  # of the other links' time
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class Advice:
 
     train: TrainMesh
     gen: GenMesh
-    bound_seconds: float  # for which the busiest link is busy
+    bound_seconds: float  # for which the busiest link is busy; that which `simulate` says
     simulated_seconds: float | None  # None: of the first few alone
     train_bytes: int  # on the fullest training GPU: weights, gradients, optimizer states
     gen_bytes: int  # on the fullest generation GPU: weights
@@ -78,7 +79,7 @@ class _Side:
 def advise(request: PlanRequest, topology: Topology, *, pxn: bool = True) -> Advised:
     """Advise on the meshes of a model for the ranks of a topology. The meshes of `request` are not looked at.
 
-    `pxn` is as for `simulate`.     Raises InputError where no mesh is possible or none fits in memory, with the reasons.
+    `pxn` is as for `simulate`. Raises InputError where no mesh is possible or none fits in memory, with the reasons.
     """
     model, engine = request.model_parameters, engine_named(request.engine)
     train_model = precision_of(request.train_dtype, model).main(model)
@@ -103,14 +104,20 @@ def advise(request: PlanRequest, topology: Topology, *, pxn: bool = True) -> Adv
         train_sides.append(_Side(train_mesh, int(trainer_bytes(parts, train_model.dtype, train_mesh).max()), leaving))
     least_engine = min(side.nbytes for side in gen_sides) if shared else 0
     train_room = gpu_bytes * (1 - ACTIVATIONS) - least_engine
-    fitting_trains = _fitting(train_sides, train_room, "training", gpu_bytes)
-    least_trainer = min(side.nbytes for side in fitting_trains) if shared else 0
-    fitting_gens = _fitting(gen_sides, gpu_bytes * (1 - KV_CACHE) - least_trainer, "generation", gpu_bytes)
+    least_trainer = min(side.nbytes for side in train_sides) if shared else 0
+    gen_room = gpu_bytes * (1 - KV_CACHE) - least_trainer
+    if problems := [
+        *_misfits(train_sides, train_room, "training", gpu_bytes),
+        *_misfits(gen_sides, gen_room, "generation", gpu_bytes),
+    ]:
+        raise InputError(problems)
+    fitting_trains = [side for side in train_sides if side.nbytes <= train_room]
+    fitting_gens = [side for side in gen_sides if side.nbytes <= gen_room]
     pairs: list[tuple[Advice, Plan]] = []
     for gen in _short_list(fitting_gens, _GEN_MESHES):
         room = gpu_bytes * (1 - KV_CACHE) - gen.nbytes if shared else train_room
         beside = [side for side in fitting_trains if side.nbytes <= room]
-        tried = [_advice(request, topology, train, gen) for train in _short_list(beside, _TRAIN_MESHES)]
+        tried = [_advice(request, topology, train, gen, pxn=pxn) for train in _short_list(beside, _TRAIN_MESHES)]
         pairs += sorted(tried, key=lambda pair: pair[0].bound_seconds)[:1]
     pairs.sort(key=lambda pair: pair[0].bound_seconds)
     simulated = [
@@ -143,16 +150,15 @@ def _held_by(engine: Engine, model: ModelParameters, precision: Precision) -> Mo
     return replace(model, groups=tuple(groups))
 
 
-def _fitting(sides: Sequence[_Side], room: float, side: str, gpu_bytes: int) -> list[_Side]:
-    """The meshes that fit. Raises InputError that says what the smallest one takes where none does."""
-    fitting = [each for each in sides if each.nbytes <= room]
-    if not fitting and sides:
-        least = min(sides, key=lambda each: each.nbytes)
-        raise InputError([
-            f"no {side} mesh fits: the smallest takes {size(least.nbytes)} of each GPU, and {size(room)} of"
-            f" {size(gpu_bytes)} are for it: give more GPUs"
-        ])  # fmt: skip
-    return fitting
+def _misfits(sides: Sequence[_Side], room: float, side: str, gpu_bytes: int) -> list[str]:
+    """What the smallest mesh takes, where none fits."""
+    least = min(each.nbytes for each in sides)
+    if least <= room:
+        return []
+    return [
+        f"no {side} mesh fits: the smallest takes {size(least)} of each GPU, and {size(room)} of"
+        f" {size(gpu_bytes)} are for it: give more GPUs"
+    ]
 
 
 def _short_list(sides: Sequence[_Side], most: int) -> list[_Side]:
@@ -165,11 +171,17 @@ def _short_list(sides: Sequence[_Side], most: int) -> list[_Side]:
     return sorted(sides, key=order)[:most]
 
 
-def _advice(request: PlanRequest, topology: Topology, train: _Side, gen: _Side) -> tuple[Advice, Plan]:
+def _advice(request: PlanRequest, topology: Topology, train: _Side, gen: _Side, *, pxn: bool) -> tuple[Advice, Plan]:
     plan = located(replace(request, train=train.mesh, gen=gen.mesh).plan(), topology)
     seconds = busy_seconds(plan)
     link = max(LINKS, key=seconds.__getitem__)
-    return Advice(train.mesh, gen.mesh, seconds[link], None, train.nbytes, gen.nbytes, _reason(plan, link)), plan
+    bound_s, reason = seconds[link], _reason(plan, link)
+    if pxn and plan.spans_hosts:
+        rails = rail_bytes(plan)
+        if (on_rails_s := rails.seconds(topology.machine)) > _NOTEWORTHY_RAILS * bound_s:
+            reason = f"{size(rails.left.max())} leave by the NIC of a rail; {reason}"
+        bound_s = max(on_rails_s, *(seconds[each] for each in LINKS))
+    return Advice(train.mesh, gen.mesh, bound_s, None, train.nbytes, gen.nbytes, reason), plan
 
 
 def _reason(plan: Plan, link: int) -> str:

@@ -13,6 +13,7 @@ from rich.console import RenderableType
 
 from mcore_reshard.kernels.transports.memory import SessionMemory, session_memory
 from mcore_reshard.planner.layout.mesh import format_mesh
+from mcore_reshard.planner.plan.least_time import least_time
 from mcore_reshard.planner.plan.locate import located
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.topology.topology import Topology
@@ -35,6 +36,7 @@ class _Simulated:
     gen: str  # the generation mesh
     plan: Plan
     simulation: Simulation
+    least_s: float  # that any plan takes
     memory: SessionMemory  # over the transport that is simulated
     seconds: float  # that it took to plan, to simulate and to count
 
@@ -59,10 +61,12 @@ def run(args: argparse.Namespace) -> int:
                 if not is_plan_file(args.source):  # a file is simulated as it is
                     plan = located(plan, topology)
                 outcome = simulate(plan, topology, args.transport, pxn=uses_pxn())
+                least_s = least_time(plan, topology).seconds
                 memory = session_memory(plan, topology=topology, transports=(args.transport,))
             except ValueError as error:
                 raise InputError([str(error)]) from error
-        simulated.append(_Simulated(format_mesh(plan.gen), plan, outcome, memory, time.perf_counter() - started))
+        seconds = time.perf_counter() - started
+        simulated.append(_Simulated(format_mesh(plan.gen), plan, outcome, least_s, memory, seconds))
     report = _as_json(simulated[0]) if len(simulated) == 1 else {"simulations": [*map(_as_json, simulated)]}
     print_report(args.json, report, _parts(simulated[0]) if len(simulated) == 1 else _what_if(simulated))
     return 0
@@ -116,6 +120,7 @@ def _as_json(each: _Simulated) -> dict[str, Any]:
         "topology": asdict(outcome.topology),
         "seconds": outcome.seconds,
         "bound_seconds": outcome.bound_s,
+        "least_seconds": each.least_s,
         "messages": len(outcome.messages),
         "merged": outcome.merged,
         "routes": [{"route": route, "bytes": nbytes} for route, nbytes in outcome.route_bytes.items()],
@@ -142,6 +147,7 @@ def _parts(each: _Simulated) -> Iterator[RenderableType]:
             ("transport", outcome.transport),
             ("predicted", f"{seconds_text(outcome.seconds)}, {_ratio(outcome)} the bound"),
             ("bound", f"{seconds_text(outcome.bound_s)}: {_bound(outcome)}"),
+            ("least", f"{seconds_text(each.least_s)}: no plan between these GPUs is faster"),
             *rails_fact(_rails(outcome)),
         ]
     )
@@ -185,12 +191,15 @@ def _what_if(simulated: Sequence[_Simulated]) -> Iterator[RenderableType]:
                 seconds_text(outcome.seconds),
                 seconds_text(outcome.bound_s),
                 _ratio(outcome),
+                seconds_text(each.least_s),
                 size(moved),
                 size(max(rank.total for ranks in each.memory.transports[outcome.transport].values() for rank in ranks)),
                 *shares,
             )
         )
-    columns = "engine, >predicted, >bound, >ratio, >bytes, >memory, " + ", ".join(f">{route}" for route in ROUTES)
+    columns = "engine, >predicted, >bound, >ratio, >least, >bytes, >memory, " + ", ".join(
+        f">{route}" for route in ROUTES
+    )
     yield table(
         f"{simulated[0].plan.model}, train {format_mesh(simulated[0].plan.train)}, {simulated[0].simulation.transport}",
         columns,

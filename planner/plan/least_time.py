@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcore_reshard.planner.layout.geometry import Region
+from mcore_reshard.planner.topology.topology import Topology
 
 from .plan import Plan, TransferGroup
 
@@ -42,9 +43,9 @@ class LeastTime:
         return max(self.nic_in, self.nic_out, self.gpu)
 
 
-def least_time(plan: Plan) -> LeastTime:
-    """The bound for a plan's layouts on the hosts of its topology, without misc tensors."""
-    topology = plan.topology
+def least_time(plan: Plan, topology: Topology | None = None) -> LeastTime:
+    """The bound for a plan's layouts on the hosts of a topology, without misc tensors; None: of the plan's own."""
+    topology = topology or plan.topology
     assert topology is not None
     machine, train, gen = topology.machine, topology.gpus("train"), topology.gpus("gen")
     used = np.unique(np.concatenate([train, gen])) // (machine.gpus * machine.hosts_per_domain)
@@ -65,7 +66,7 @@ def least_time(plan: Plan) -> LeastTime:
     for of_one in of_parameter.values():
         members[tuple((each.pattern, each.src, each.dst) for each in of_one)] += of_one[0].members
     for ends, count in members.items():
-        held, wanted, sizes = _regions(plan, ends, len(nics))
+        held, wanted, sizes = _regions(plan, topology, ends, len(nics))
         into += count * (sizes @ (wanted & ~held))
         for row, moved in zip(held, count * sizes * (wanted & ~held).any(axis=1), strict=True):
             leaving[row.tobytes()] += moved
@@ -78,11 +79,10 @@ def least_time(plan: Plan) -> LeastTime:
 
 
 def _regions(
-    plan: Plan, ends: tuple[tuple[int, int, int], ...], count: int
+    plan: Plan, topology: Topology, ends: tuple[tuple[int, int, int], ...], count: int
 ) -> tuple[Bools, Bools, NDArray[np.float64]]:
     """Of each region of a parameter: the domains that hold it, those that want it [regions, domains], and its bytes."""
-    assert plan.topology is not None
-    train, gen = plan.topology.domains("train"), plan.topology.domains("gen")
+    train, gen = topology.domains("train"), topology.domains("gen")
     bytes_of: dict[Region, int] = {}
     for pattern, *_ in ends:
         cut = plan.patterns[pattern]

@@ -12,7 +12,10 @@ from .balance import Ints, rolled
 from .paths import LINKS, NIC
 
 if TYPE_CHECKING:
+    from mcore_reshard.planner.topology.topology import Machine
+
     from .plan import Plan
+    from .schedule import World
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +77,26 @@ class RailBytes:
 
     nbytes: int
     on_rail: int
+    left: Ints  # [hosts, NICs] by each NIC, if all leave by that on the receiver's rail, as nccl sends them
+
+    def seconds(self, machine: Machine) -> float:
+        """For how long the busiest NIC sends, if bytes leave so."""
+        return float(self.left.max(initial=0) / machine.nic)
 
 
 def rail_bytes(plan: Plan) -> RailBytes:
     """What a plan sends by NIC. It must have a topology. Unlike `loads`, this expands all transfers."""
-    assert plan.topology is not None
+    topology = plan.topology
+    assert topology is not None
     nbytes = on_rail = 0
-    train, gen = plan.topology.rails("train"), plan.topology.rails("gen")
+    train, gen = topology.rails("train"), topology.rails("gen")
+    left = np.zeros((len(topology.hosts), topology.machine.gpus), np.int64)
+    hosts = {world: topology.host_of(world) for world in ("train", "gen")}
+    is_there = {world: np.zeros(left.shape, bool) for world in hosts}
+    for world, rails_of in (("train", train), ("gen", gen)):
+        is_there[world][hosts[world], rails_of] = True
+    if not (is_there["train"] & is_there["gen"]).any():  # else a communicator has ranks of one side on a host
+        is_there = dict.fromkeys(hosts, is_there["train"] | is_there["gen"])
     for transfers in plan.transfer_groups:
         paths, pattern = plan.paths(transfers), plan.patterns[transfers.pattern]
         src, dst = plan.rank_grids[transfers.src], plan.rank_grids[transfers.dst]
@@ -90,11 +106,15 @@ def rail_bytes(plan: Plan) -> RailBytes:
         for hop in hops:
             ends = pattern.parts["gen"][hop.overlap]
             is_first = hop.kind == "train"
-            rails = train[src[pattern.parts["train"][hop.overlap], hop.src]] if is_first else gen[dst[ends, hop.src]]
+            side: World = "train" if is_first else "gen"
+            sender = src[pattern.parts["train"][hop.overlap], hop.src] if is_first else dst[ends, hop.src]
+            rails, to = (train if is_first else gen)[sender], gen[dst[ends, hop.dst]]
             moved = (hop.runs & (hop.link == NIC)) * pattern.overlap_bytes[hop.overlap]
             nbytes += int(moved.sum())
-            on_rail += int(moved[rails == gen[dst[ends, hop.dst]]].sum())
-    return RailBytes(nbytes, on_rail)
+            on_rail += int(moved[rails == to].sum())
+            host = hosts[side][sender]
+            np.add.at(left, (host, np.where(is_there[side][host, to], to, rails)), moved)
+    return RailBytes(nbytes, on_rail, left)
 
 
 def pair_bytes(plan: Plan) -> Ints:

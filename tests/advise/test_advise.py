@@ -160,6 +160,18 @@ def test_no_other_pair_of_meshes_refits_distinctly_faster(config: str, train: in
     assert max(seconds.values()) > 1.1 * simulated[0]  # there are slower ones to choose from
 
 
+@pytest.mark.long
+def test_meshes_whose_bytes_leave_by_few_rails_are_not_advised() -> None:
+    """By the NICs of its own GPUs, ep=16 sends as fast as ep=8. With PXN half of its bytes leave by a few NICs."""
+    request, places = request_of("qwen3-30b-a3b"), parse_topology("h200-8", 16, 40)
+    best = advise(request, places).pairs[0]
+    assert (
+        best.train.ep == 8 and best.simulated_seconds is not None and best.simulated_seconds < 1.06 * best.bound_seconds
+    )
+    slower = replace(request, train=TrainMesh(ep=16, dp=16), gen=best.gen).plan()
+    assert simulate(located(slower, places), places).seconds > 1.15 * best.simulated_seconds
+
+
 # --- memory --------------------------------------------------------------------------------------------------------
 
 
@@ -186,6 +198,9 @@ def test_too_few_gpus_are_refused_with_what_the_smallest_mesh_takes() -> None:
         advised_on("deepseek-v3", 16, 8)
     with pytest.raises(InputError, match=r"no generation mesh fits: .* 98\.7 GB of 141 GB are for it: give more GPUs"):
         advised_on("deepseek-v3", 256, 8)
+    with pytest.raises(InputError) as error:
+        advised_on("deepseek-v3", 16, 4)
+    assert [problem.split(" mesh ")[0] for problem in error.value.problems] == ["no training", "no generation"]
 
 
 def test_the_reason_says_what_is_busy_and_how_many_copies_there_are() -> None:

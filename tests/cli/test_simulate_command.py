@@ -19,6 +19,7 @@ def test_simulate_says_the_time_the_bound_and_where_every_byte_goes(run: Run, pl
     moved = sum(run("show", path, "--json").json["ranks"]["gen"][rank]["recv_bytes"] for rank in range(4))
     assert routes(report) == {"own GPU": 0, "NVLink": 0, "NIC": moved}
     assert report["seconds"] >= report["bound_seconds"] == max(link["seconds"] for link in report["links"]) > 0
+    assert 0 < report["least_seconds"] <= report["bound_seconds"]
     assert report["critical_path"][-1]["end_s"] == report["seconds"]
     text = run("simulate", path, "--topology", "h200-8").out
     assert "Critical path" in text and "NIC in" in text and "from the beginning" in text

@@ -76,6 +76,8 @@ def test_a_simulation_sees_the_same_rails(case: Case) -> None:
     assert plan.topology is not None
     outcome, rails = simulate(plan, plan.topology), rail_bytes(plan)
     assert (outcome.route_bytes["NIC"], outcome.on_rail_bytes) == (rails.nbytes, rails.on_rail)
+    sending = [link.seconds for link in outcome.links if link.kind == "NIC out"]
+    assert rails.seconds(plan.topology.machine) == pytest.approx(max(sending), rel=1e-12)
 
 
 def test_bytes_that_replicas_pass_on_between_hosts_count() -> None:
