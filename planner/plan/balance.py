@@ -33,25 +33,27 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 Numbers = Ints | int
-MOST_WAVES = 32  # of a relay between hosts; more overlap better, and every wave takes some words between all ranks
-MOST_SHARED_WAVES = 16  # where replicas pass on within hosts alone
+MOST_WAVES = 16  # of a relay; more overlap better, and every wave takes some words between all ranks
 _LANDINGS_IN_A_WAVE = 12  # of a rank, at least, if so many replicas take turns
 _FIRSTS_TRIED = 64  # evenly spaced; with more replicas, neighboring ones hardly differ
 
 
-def waves_for(passed_on: int, received: int, landings: int, replicas: int, most: int = MOST_WAVES) -> int:
-    """The number of waves where replicas pass on so many of the bytes that they receive: 1, 2, 4, ... `most`.
+def waves_for(passed_on: int, received: int, landings: int, replicas: int, *, far: bool) -> int:
+    """The number of waves where replicas pass on so many of the bytes that they receive: 1, 2, 4, 8, 16, or 32.
 
     The last wave is passed on when nothing lands any more, which costs a wave's part of what is passed on; each wave
-    costs some order. So the best number goes with the square root of the share that is passed on.
+    costs some order. So the best number goes with the square root of the share that is passed on. Where this is most, and
+    `far`, which is to other hosts as well, NICs and NVLink are busy one after the other: twice as many waves are better.
 
     A rank has so many `landings` of what the trainer sends by NIC, on which `replicas` take turns. If a wave has few of
     them, some replicas get twice as much as others: simulated, Qwen3 4B on 32 replicas took 1.2 times as long in 16 waves
     as in 4.
     """
-    waves = most
-    while waves > 1 and 2 * most**2 * passed_on <= waves**2 * received:
+    waves = MOST_WAVES
+    while waves > 1 and 2 * MOST_WAVES**2 * passed_on <= waves**2 * received:
         waves //= 2
+    if far and waves == MOST_WAVES:
+        waves *= 2
     while waves > 2 and landings < min(replicas, _LANDINGS_IN_A_WAVE) * waves:
         waves //= 2
     return waves

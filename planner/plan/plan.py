@@ -28,7 +28,7 @@ from mcore_reshard.planner.model.name_patterns import fill
 from mcore_reshard.planner.model.parameters import ITEMSIZE, ParameterGroup
 from mcore_reshard.planner.topology.topology import Topology
 
-from .balance import MOST_SHARED_WAVES, MOST_WAVES, waves_for
+from .balance import waves_for
 from .loads import Loads, loads_of
 from .paths import NIC, Hop, HopKind, Paths, Sites
 from .rails import Rails
@@ -328,8 +328,8 @@ class Plan:
             landings += members * len(far_bytes)
             far += int(far_bytes.sum())
             turns += int((far_bytes * paths.landings.sizes[paths.landings.row[by_nic]]).sum())
-        most = MOST_WAVES if "relay" in self.later_hops else MOST_SHARED_WAVES
-        return waves_for(passed_on, received, landings // self.gen.world, turns // max(1, far), most)
+        of_rank, in_turn = landings // self.gen.world, turns // max(1, far)
+        return waves_for(passed_on, received, of_rank, in_turn, far="relay" in self.later_hops)
 
     @cached_property
     def spans_hosts(self) -> bool:

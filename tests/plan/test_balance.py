@@ -111,18 +111,16 @@ def test_all_waves_are_equally_large() -> None:
 
 def test_more_is_passed_on_in_more_waves() -> None:
     shares = {0: 1, 1: 1, 8: 2, 32: 4, 126: 8, 200: 8, 501: 16, 875: 16}
-    assert {share: waves_for(share, 1000, 384, 64, 16) for share in shares} == shares
-    assert {share: waves_for(share, 1000, 384, 64) for share in shares} == {
-        share: max(1, 2 * waves if share > 1 else 1) for share, waves in shares.items()
-    }
+    assert {share: waves_for(share, 1000, 384, 64, far=False) for share in shares} == shares
+    assert {share: waves_for(share, 1000, 384, 64, far=True) for share in shares} == shares | {501: 32, 875: 32}
 
 
 def test_waves_have_several_landings_for_each_replica() -> None:
     """12 of a rank, or one for each of few replicas; two waves are always better than one."""
-    many = {landings: waves_for(800, 1000, landings, 64) for landings in (0, 24, 47, 48, 96, 191, 192)}
+    many = {landings: waves_for(800, 1000, landings, 64, far=True) for landings in (0, 24, 47, 48, 96, 191, 192)}
     assert many == {0: 2, 24: 2, 47: 2, 48: 4, 96: 8, 191: 8, 192: 16}
-    assert [waves_for(800, 1000, 46, replicas) for replicas in (1, 2, 3, 6)] == [32, 16, 8, 4]
-    assert waves_for(8, 1000, 0, 64) == 2 and waves_for(1, 1000, 0, 64) == 1
+    assert [waves_for(800, 1000, 46, replicas, far=True) for replicas in (1, 2, 3, 6)] == [32, 16, 8, 4]
+    assert waves_for(8, 1000, 0, 64, far=True) == 2 and waves_for(1, 1000, 0, 64, far=False) == 1
 
 
 def test_strides_share_no_factor_with_the_replicas() -> None:
