@@ -110,6 +110,7 @@ class Turns:
     strides: Ints  # [turns]
     replicas: Ints  # [rows, widest]; a shorter row repeats its first
     sizes: Ints  # [rows]
+    cycle: Ints  # [turns]: after so many members a number is skipped; 0: never
 
     @classmethod
     def of(cls, rows: Sequence[Row], row: Ints, facing: Turns | None = None) -> Turns:
@@ -120,15 +121,29 @@ class Turns:
         strides = stride_of(np.maximum(np.bincount(row, minlength=len(rows)), 1), sizes)
         table = np.array(replicas, np.int64).reshape(-1, widest)
         parts, links = np.array([(each.part, each.link) for each in rows], np.int64).reshape(-1, 2).T.copy()
-        number = order_within(row) if facing is None else _mixed(row, sizes, facing)
-        return cls(tuple(rows), parts, links, row, number, strides[row], table, sizes)
+        number, cycle = order_within(row), np.zeros(len(row), np.int64)
+        if facing is not None:
+            cycle = np.lcm(sizes[row], facing.sizes[facing.row])
+            number = _mixed(row, cycle, facing)
+        return cls(tuple(rows), parts, links, row, number, strides[row], table, sizes, cycle)
 
     def replica(self, first: int, member: Numbers, turn: Numbers | slice = slice(None)) -> Ints:
         """Which replica takes a turn of a member; arguments broadcast against each other."""
         row = self.row[turn]
-        place = (first + member * self.strides[turn] + self.number[turn]) % self.sizes[row]
+        place = (first + self._moved_on(member, turn)) % self.sizes[row]
         taken: Ints = self.replicas[row, place]
         return taken
+
+    def _moved_on(self, member: Numbers, turn: Numbers | slice = slice(None)) -> Ints:
+        """By how many replicas a member is ahead of the first one in a turn."""
+        cycle = self.cycle[turn]
+        skipped = np.where(cycle, member // np.maximum(cycle, 1), 0)
+        return np.asarray(member * self.strides[turn] + self.number[turn] + skipped, np.int64)
+
+    @property
+    def period(self) -> int:
+        """After so many members turns repeat."""
+        return lcm(*(self.sizes[self.row] * np.maximum(self.cycle, 1)).tolist())
 
     def nbytes(self, wave: Ints, waves: int, overlap: Ints, overlap_bytes: Ints) -> Ints:
         """Bytes that each replica of a row moves in each of `waves` if `first` is 0, as [waves, rows, widest].
@@ -137,13 +152,13 @@ class Turns:
         """
         moved = np.zeros((waves, *self.replicas.shape), np.int64)
         members, overlaps = wave.shape
-        member = np.arange(min(lcm(*self.sizes.tolist()), members))  # later members repeat these
+        member = np.arange(min(self.period, members))  # later members repeat these
         alike = wave * len(member) + (np.arange(members) % len(member))[:, None]
         counts = np.bincount(
             (alike * overlaps + np.arange(overlaps)).reshape(-1), minlength=waves * len(member) * overlaps
         )
         repeats = counts.reshape(waves, len(member), overlaps)
-        place = (member[:, None] * self.strides + self.number) % self.sizes[self.row]
+        place = self._moved_on(member[:, None]) % self.sizes[self.row]
         nbytes = repeats[:, :, overlap] * overlap_bytes[overlap]
         np.add.at(moved, (np.arange(waves)[:, None, None], self.row, place), nbytes)
         return moved
@@ -153,19 +168,20 @@ class Turns:
         return grid[self.parts[:, None], self.replicas]
 
 
-def _mixed(row: Ints, sizes: Ints, facing: Turns) -> Ints:
+def _mixed(row: Ints, cycle: Ints, facing: Turns) -> Ints:
     """Numbers of turns by which each source meets every end of its legs. In step, it would meet a few of them only:
 
         ends of legs 0 to 7     0 1 2 3  0 1 2 3
         sources, in step        0 1 2 3  0 1 2 3
         sources, mixed          0 1 2 3  1 2 3 0
 
-    Turns count on from one row of ends to the next. After each common cycle they skip a number.
+    Turns count on from one row of ends to the next. After each common cycle they skip a number; so do members, of which each
+    may have a few turns alone.
     """
     order = np.argsort(facing.row, kind="stable")
     number = np.empty_like(row)
     number[order] = order_within(row[order])
-    return np.asarray(number + number // np.lcm(sizes[row], facing.sizes[facing.row]))
+    return np.asarray(number + number // cycle)
 
 
 def rolled(nbytes: Ints, sizes: Ints, first: Numbers) -> Ints:
