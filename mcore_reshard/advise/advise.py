@@ -13,13 +13,15 @@ from dataclasses import dataclass, replace
 from math import log
 from typing import Any
 
+import numpy as np
+
 from mcore_reshard.planner.layout.engines import Engine, engine_named
 from mcore_reshard.planner.layout.mesh import GenMesh, TrainMesh
 from mcore_reshard.planner.model.parameters import ModelParameters
 from mcore_reshard.planner.model.precision import FP8, QUANTIZED, Precision, precision_of
 from mcore_reshard.planner.plan.loads import busy_seconds, rail_bytes
 from mcore_reshard.planner.plan.locate import located
-from mcore_reshard.planner.plan.paths import LINK_NAMES, LINKS, NVLINK
+from mcore_reshard.planner.plan.paths import LINK_NAMES, LINKS, NIC, NVLINK
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.topology.topology import Topology
 from mcore_reshard.planning import InputError, PlanRequest
@@ -39,7 +41,7 @@ _SIMULATED = 3  # pairs
 _NEAR = 1.1  # costs that differ by less count as equal: other things decide
 _NOTEWORTHY_NEAR = 0.005  # of the bytes: less is shown as 0%
 _NOTEWORTHY_MISC = 0.01  # share of the bytes
-_NOTEWORTHY_RAILS = 1.02  # of the other links' time
+_NOTEWORTHY_RAILS = 1.02  # of what leaves by the busiest GPU's own NIC
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class Advice:
 
     train: TrainMesh
     gen: GenMesh
-    bound_seconds: float  # for which the busiest link is busy; that which `simulate` says
+    bound_seconds: float  # for which the busiest link is busy, each at its full bandwidth
     simulated_seconds: float | None  # None: of the first few alone
     train_bytes: int  # on the fullest training GPU: weights, gradients, optimizer states
     gen_bytes: int  # on the fullest generation GPU: weights
@@ -173,21 +175,22 @@ def _short_list(sides: Sequence[_Side], most: int) -> list[_Side]:
 
 def _advice(request: PlanRequest, topology: Topology, train: _Side, gen: _Side, *, pxn: bool) -> tuple[Advice, Plan]:
     plan = located(replace(request, train=train.mesh, gen=gen.mesh).plan(), topology)
-    seconds = busy_seconds(plan)
-    link = max(LINKS, key=seconds.__getitem__)
-    bound_s, reason = seconds[link], _reason(plan, link)
+    seconds, leaving = busy_seconds(plan), None
     if pxn and plan.spans_hosts:
-        rails = rail_bytes(plan)
-        if (on_rails_s := rails.seconds(topology.machine)) > _NOTEWORTHY_RAILS * bound_s:
-            reason = f"{size(rails.left.max())} leave by the NIC of a rail; {reason}"
-        bound_s = max(on_rails_s, *(seconds[each] for each in LINKS))
-    return Advice(train.mesh, gen.mesh, bound_s, None, train.nbytes, gen.nbytes, reason), plan
+        leaving = int(rail_bytes(plan).left.max())
+        entering = np.bincount(topology.gpus("gen"), plan.loads.received[NIC]).max()
+        seconds[NIC] = max(leaving, entering) / topology.machine.nic
+    link = max(LINKS, key=seconds.__getitem__)
+    reason = _reason(plan, link, leaving)
+    return Advice(train.mesh, gen.mesh, seconds[link], None, train.nbytes, gen.nbytes, reason), plan
 
 
-def _reason(plan: Plan, link: int) -> str:
-    """What keeps the busiest link busy, in words."""
+def _reason(plan: Plan, link: int, leaving: int | None) -> str:
+    """What keeps the busiest link busy, in words. `leaving`: by the busiest NIC with PXN, if ranks use it."""
     name, sent, received = LINK_NAMES[link], plan.loads.sent[link], plan.loads.received[link]
-    if sent.max() > received.max():
+    if link == NIC and leaving is not None and leaving > max(received.max(), _NOTEWORTHY_RAILS * sent.max()):
+        words = [f"{size(leaving)} leave by the NIC of one rail"]
+    elif sent.max() > received.max() and (link != NIC or leaving is None or leaving > received.max()):
         words = [f"{size(sent.max())} leave a trainer by {name}"]
         if sent.max() > 1.1 * sent.mean():
             words.append(f"{sent.max() / sent.mean():.1f} times the mean")

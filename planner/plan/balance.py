@@ -252,15 +252,31 @@ def first_replicas(shares: Sequence[Share], world: int) -> list[int]:
 
 
 def _least_busy_first(load: Ints, sizes: Ints, cost: Ints) -> int:
-    """The `first` that leaves the lowest peaks on `load` [waves, rows, widest], added over waves; the lowest one of equals."""
+    """The `first` that leaves the lowest peaks on `load` [waves, rows, widest], added over waves.
+
+    Of equals that which adds most where there is least: where all leave the same peaks, they must not all begin at one
+    replica. Then the lowest one.
+    """
     width = cost.shape[-1]
     firsts = np.arange(0, width, max(1, width // _FIRSTS_TRIED))
+    busy, added = _small(load), _small(cost)
     if (sizes == width).all():  # all firsts at once: `rolled` by f is a window into two turns, f before the second one
-        windows = sliding_window_view(np.concatenate([cost, cost], axis=-1), width, axis=-1)[:, :, width - firsts]
+        windows, small = (
+            sliding_window_view(np.concatenate([each, each], axis=-1), width, axis=-1)[:, :, width - firsts]
+            for each in (cost, added)
+        )
         peaks = sum((windows[wave] + load[wave, :, None]).max(axis=(0, 2)) for wave in range(len(cost)))
+        shared = sum((small[wave] * busy[wave, :, None]).sum(axis=(0, 2)) for wave in range(len(cost)))
     else:
-        peaks = [int((load + rolled(cost, sizes, first)).max(axis=(1, 2)).sum()) for first in firsts.tolist()]
-    return int(firsts[np.argmin(peaks)])
+        turned = [(rolled(cost, sizes, first), rolled(added, sizes, first)) for first in firsts.tolist()]
+        peaks = [int((load + each).max(axis=(1, 2)).sum()) for each, _ in turned]
+        shared = [int((busy * each).sum()) for _, each in turned]
+    return int(firsts[np.lexsort((shared, peaks))[0]])
+
+
+def _small(nbytes: Ints) -> Ints:
+    """The bytes in units of which the largest number has 20 bits, so that sums of products fit into 64."""
+    return nbytes >> max(0, int(nbytes.max(initial=0)).bit_length() - 20)
 
 
 def order_within(values: Ints) -> Ints:

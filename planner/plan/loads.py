@@ -12,8 +12,6 @@ from .balance import Ints, rolled
 from .paths import LINKS, NIC
 
 if TYPE_CHECKING:
-    from mcore_reshard.planner.topology.topology import Machine
-
     from .plan import Plan
     from .schedule import World
 
@@ -79,24 +77,17 @@ class RailBytes:
     on_rail: int
     left: Ints  # [hosts, NICs] by each NIC, if all leave by that on the receiver's rail, as nccl sends them
 
-    def seconds(self, machine: Machine) -> float:
-        """For how long the busiest NIC sends, if bytes leave so."""
-        return float(self.left.max(initial=0) / machine.nic)
-
 
 def rail_bytes(plan: Plan) -> RailBytes:
     """What a plan sends by NIC. It must have a topology. Unlike `loads`, this expands all transfers."""
     topology = plan.topology
     assert topology is not None
-    nbytes = on_rail = 0
-    train, gen = topology.rails("train"), topology.rails("gen")
-    left = np.zeros((len(topology.hosts), topology.machine.gpus), np.int64)
-    hosts = {world: topology.host_of(world) for world in ("train", "gen")}
-    is_there = {world: np.zeros(left.shape, bool) for world in hosts}
-    for world, rails_of in (("train", train), ("gen", gen)):
-        is_there[world][hosts[world], rails_of] = True
-    if not (is_there["train"] & is_there["gen"]).any():  # else a communicator has ranks of one side on a host
-        is_there = dict.fromkeys(hosts, is_there["train"] | is_there["gen"])
+    sides: tuple[World, World] = ("train", "gen")
+    rails, hosts = ({world: of(world) for world in sides} for of in (topology.rails, topology.host_of))
+    nics = topology.machine.gpus
+    # By side and host, the NIC of the sender's GPU, and the receiver's; and who sends or receives.
+    moved = np.zeros((len(sides), len(topology.hosts), nics, nics), np.int64)
+    members = {world: np.zeros(len(rails[world]), bool) for world in sides}
     for transfers in plan.transfer_groups:
         paths, pattern = plan.paths(transfers), plan.patterns[transfers.pattern]
         src, dst = plan.rank_grids[transfers.src], plan.rank_grids[transfers.dst]
@@ -105,16 +96,22 @@ def rail_bytes(plan: Plan) -> RailBytes:
         hops += paths.later_hops(transfers.first_dst_replica, member) if paths.relays else []
         for hop in hops:
             ends = pattern.parts["gen"][hop.overlap]
-            is_first = hop.kind == "train"
-            side: World = "train" if is_first else "gen"
-            sender = src[pattern.parts["train"][hop.overlap], hop.src] if is_first else dst[ends, hop.src]
-            rails, to = (train if is_first else gen)[sender], gen[dst[ends, hop.dst]]
-            moved = (hop.runs & (hop.link == NIC)) * pattern.overlap_bytes[hop.overlap]
-            nbytes += int(moved.sum())
-            on_rail += int(moved[rails == to].sum())
-            host = hosts[side][sender]
-            np.add.at(left, (host, np.where(is_there[side][host, to], to, rails)), moved)
-    return RailBytes(nbytes, on_rail, left)
+            side = sides[hop.kind != "train"]
+            sender = dst[ends, hop.src] if side == "gen" else src[pattern.parts["train"][hop.overlap], hop.src]
+            sender, receiver = np.broadcast_arrays(sender, dst[ends, hop.dst])
+            nbytes = np.broadcast_to((hop.runs & (hop.link == NIC)) * pattern.overlap_bytes[hop.overlap], sender.shape)
+            sender, receiver, nbytes = (each[nbytes > 0] for each in (sender, receiver, nbytes))
+            members[side][sender] = members["gen"][receiver] = True
+            place = hosts[side][sender], rails[side][sender], rails["gen"][receiver]
+            np.add.at(moved[sides.index(side)], place, nbytes)
+    is_there = np.zeros(moved.shape[:3], bool)
+    for number, world in enumerate(sides):
+        is_there[number, hosts[world][members[world]], rails[world][members[world]]] = True
+    if not is_there.all(axis=0).any():  # else a communicator has ranks of one side on a host
+        is_there[:] = is_there.any(axis=0)
+    by_receiver = np.where(is_there[:, :, None], moved, 0)
+    left = by_receiver.sum(axis=(0, 2)) + (moved - by_receiver).sum(axis=(0, 3))
+    return RailBytes(int(moved.sum()), int(np.trace(moved, axis1=2, axis2=3).sum()), left)
 
 
 def pair_bytes(plan: Plan) -> Ints:

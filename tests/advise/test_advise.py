@@ -9,7 +9,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from mcore_reshard.advise.advise import ACTIVATIONS, GPU_BYTES, KV_CACHE, Advised, advise
+from mcore_reshard.advise.advise import ACTIVATIONS, GPU_BYTES, KV_CACHE, Advised, _advice, _Side, advise
 from mcore_reshard.advise.candidates import gen_candidates, train_candidates
 from mcore_reshard.advise.footprint import Ints, engine_bytes, placed, send_shares, trainer_bytes
 from mcore_reshard.planner.layout.engines import engine_named
@@ -170,6 +170,16 @@ def test_meshes_whose_bytes_leave_by_few_rails_are_not_advised() -> None:
     )
     slower = replace(request, train=TrainMesh(ep=16, dp=16), gen=best.gen).plan()
     assert simulate(located(slower, places), places).seconds > 1.15 * best.simulated_seconds
+
+
+def test_the_bound_knows_that_all_nics_of_a_host_send_what_a_stage_holds() -> None:
+    """The first of four stages has the embedding. Its two GPUs' own NICs would be busy for 45 ms, all eight for 40."""
+    request, places = request_of("llama-3.1-8b"), parse_topology("h200-8", 8, 8)
+    sides = (_Side(mesh, 0, 0.0) for mesh in (TrainMesh(tp=2, pp=4), GenMesh(tp=4, dp=2)))
+    advice, plan = _advice(request, places, *sides, pxn=True)
+    assert advice.bound_seconds == pytest.approx(simulate(plan, places).bound_s, rel=1e-6)
+    own, _ = _advice(request, places, _Side(advice.train, 0, 0.0), _Side(advice.gen, 0, 0.0), pxn=False)
+    assert own.bound_seconds > 1.1 * advice.bound_seconds
 
 
 # --- memory --------------------------------------------------------------------------------------------------------

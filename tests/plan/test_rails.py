@@ -77,7 +77,16 @@ def test_a_simulation_sees_the_same_rails(case: Case) -> None:
     outcome, rails = simulate(plan, plan.topology), rail_bytes(plan)
     assert (outcome.route_bytes["NIC"], outcome.on_rail_bytes) == (rails.nbytes, rails.on_rail)
     sending = [link.seconds for link in outcome.links if link.kind == "NIC out"]
-    assert rails.seconds(plan.topology.machine) == pytest.approx(max(sending), rel=1e-12)
+    assert rails.left.max() / plan.topology.machine.nic == pytest.approx(max(sending), rel=1e-12)
+
+
+def test_ranks_that_exchange_nothing_by_nic_lend_none() -> None:
+    """The second host has one training rank, which sends to its own host alone."""
+    hosts = "train=a*3+b*1,gen=a*3+b*3"
+    plan = Case("tiny-qwen3", "tp=2,dp=2", "tp=1,dp=6", machine="h200-8,gpus=3", hosts=hosts).plan()
+    assert plan.topology is not None
+    sending = [link.nbytes for link in simulate(plan, plan.topology).links if link.kind == "NIC out"]
+    assert rail_bytes(plan).left.max() == max(sending)
 
 
 def test_bytes_that_replicas_pass_on_between_hosts_count() -> None:

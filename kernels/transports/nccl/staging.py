@@ -74,9 +74,10 @@ _OF_SHARES = 6  # Messages within a domain are so many times smaller than those 
 _SEGMENTS = 16  # of a full message, if many are to be equally full: whole transfers of 7 MiB would fill two thirds
 _LEAST_SEGMENT_BYTES = 64 << 10  # If scratch is small, segments would take more copies than they are worth.
 _LEAST_SEGMENTS = 4  # of a full message, even so, where pairs keep a pace
+_LEAST_PACED_BYTES = 1024  # of a message: alignment takes too much of smaller ones
 _MANY_PEERS = 4  # for each stream, from which on a pair keeps to one
 _MOST_OF_A_PAIR = 8  # of its buckets in a window, where pairs keep to a stream
-_FEW_BUCKETS = 32  # of the pair with the most, as in a wave: up to here, windows may have two of it
+_FEW_BUCKETS = 32  # of the pair with the most, as in a wave: if it has fewer, windows may have two of it
 _LEAST_WINDOWS = 4  # these, so that both streams have rounds
 _GROWTH, _GROWTHS = 1.1, 88  # the numbers of windows that are tried
 
@@ -110,7 +111,7 @@ class Division:
     of_shares: int = 1  # so many times smaller are buckets that they send within their domain
     segments: int = 1  # of a full bucket; fewer where they would be too small
     keeps_pace: bool = False  # whether pairs keep pace with each other
-    most: tuple[int, int] = (0, 0)  # buckets of the pair with the most: of the trainer's, of replicas
+    most: tuple[int, int] | None = None  # buckets of the pair with the most, once known: of the trainer's, of replicas
     windows: int = 1
     shared: SharedGpus | None = None  # where members of both sides share GPUs
 
@@ -165,11 +166,11 @@ class Division:
 
     def pace(self, hop: HopKind) -> int:
         """The pace of the pairs of a hop; 0: they keep none."""
-        return self.most[hop != "train"] if self.keeps_pace else 0
+        return self.most[hop != "train"] if self.keeps_pace and self.most else 0
 
     def buckets_of(self, schedule: Schedule) -> tuple[Bucket, ...]:
         """The buckets of a rank in one hop; none yet where pairs keep a pace that is not known."""
-        if self.keeps_pace and not any(self.most):
+        if self.keeps_pace and self.most is None:
             return ()
         return cut_buckets(schedule, *self.cut_sizes(schedule.hop_kind), pace=self.pace(schedule.hop_kind))
 
@@ -366,7 +367,7 @@ def divide(
         tuple(sorted(hops)),
         of_shares=_OF_SHARES if hops and not is_joined else 1,
         segments=_SEGMENTS if has_many or is_joined else 1,
-        keeps_pace=is_joined,
+        keeps_pace=is_joined and bucket_bytes >= _LEAST_PACED_BYTES,
         shared=shared,
     )
 
@@ -409,6 +410,7 @@ def windows_that_fit(division: Division, messages: Messages, rank: Ints | int = 
 
     `division` knows how many buckets the pair with the most has; `rank` [messages], if they are of several.
     """
+    assert division.most is not None
     most = fewest = max(1, *division.most)
     if division.keeps_streams:
         fewest = max(1, most // _MOST_OF_A_PAIR)
