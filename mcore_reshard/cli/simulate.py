@@ -145,7 +145,7 @@ def _parts(each: _Simulated) -> Iterator[RenderableType]:
                 f"{count(len(outcome.topology.hosts), 'host')} of {count(machine.gpus, 'GPU')}, {_bandwidths(outcome)}",
             ),
             ("transport", outcome.transport),
-            ("predicted", f"{seconds_text(outcome.seconds)}, {_ratio(outcome)} the bound"),
+            ("predicted", f"{seconds_text(outcome.seconds)}, {_ratio(outcome):.2f} times the bound"),
             ("bound", f"{seconds_text(outcome.bound_s)}: {_bound(outcome)}"),
             ("least", f"{seconds_text(each.least_s)}: no plan between these GPUs is faster"),
             *rails_fact(_rails(outcome)),
@@ -190,16 +190,13 @@ def _what_if(simulated: Sequence[_Simulated]) -> Iterator[RenderableType]:
                 each.gen,
                 seconds_text(outcome.seconds),
                 seconds_text(outcome.bound_s),
-                _ratio(outcome),
                 seconds_text(each.least_s),
                 size(moved),
                 size(max(rank.total for ranks in each.memory.transports[outcome.transport].values() for rank in ranks)),
                 *shares,
             )
         )
-    columns = "engine, >predicted, >bound, >ratio, >least, >bytes, >memory, " + ", ".join(
-        f">{route}" for route in ROUTES
-    )
+    columns = "engine, >predicted, >bound, >least, >bytes, >memory, " + ", ".join(f">{route}" for route in ROUTES)
     yield table(
         f"{simulated[0].plan.model}, train {format_mesh(simulated[0].plan.train)}, {simulated[0].simulation.transport}",
         columns,
@@ -226,8 +223,8 @@ def _bound(outcome: Simulation) -> str:
     return f"the NICs of {domain}" if domain else "nothing moves"
 
 
-def _ratio(outcome: Simulation) -> str:
-    return f"{outcome.seconds / outcome.bound_s:.2f} times" if outcome.bound_s else "1.00 times"
+def _ratio(outcome: Simulation) -> float:
+    return outcome.seconds / outcome.bound_s if outcome.bound_s else 1.0
 
 
 def _notes(each: _Simulated) -> Iterator[str]:

@@ -39,7 +39,7 @@ from .plan_file import digest_of
 from .routing import BulkRoute, RoutedGroup, Router, Side
 
 _LARGEST_OVERLAP = 4 << 20  # bytes; replicas, and the waves of a relay, share the work of a larger tensor
-_LARGEST_OF_SMALL_MODELS = 256 << 10  # the same in a small model, whose waves else have too few for many ranks
+_LARGEST_OF_SMALL_MODELS = 1 << 20  # the same in a small model, whose waves else have too few for many ranks
 _OVERLAPS = 1 << 16  # a model is small if it has not so many of the largest
 _LARGEST_OF_EXPERTS = 8 << 20  # these are many
 _DISTINCTLY = 0.95  # relaying adds a hop, so it must take the busiest link below this share of its bytes
