@@ -5,7 +5,7 @@ A pull is one overlap on its way to one destination replica. Every member of a t
 
     replica = (first + k * stride + pull) % replicas
 
-Of several pulls, `pull` skips a number now and then, so that each source meets every end: see `_mixed`.
+Now and then a number is skipped, so that each source meets every end: see `_mixed`.
 
 `stride` is the number of pulls, raised until it is coprime with the number of replicas. Otherwise a pull would visit only
 some replicas, and it goes to the same rank for every member. With 2 pulls and 4 replicas, the stride is 3:
