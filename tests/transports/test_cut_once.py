@@ -50,9 +50,9 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Schedule]]:
     schedules: list[Schedule] = []
 
     class Recorded(buckets._Cutter):
-        def __init__(self, schedule: Schedule, bucket_bytes: int, segment_bytes: int) -> None:
+        def __init__(self, schedule: Schedule, *sizes: int) -> None:
             schedules.append(schedule)
-            super().__init__(schedule, bucket_bytes, segment_bytes)
+            super().__init__(schedule, *sizes)
 
     monkeypatch.setattr(buckets, "_Cutter", Recorded)
     yield schedules
