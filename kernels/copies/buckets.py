@@ -6,8 +6,8 @@ Small segments fill buckets, and where a pair of ranks has few, these are about 
     segments of up to 10 MiB      in buckets of 10     7    7    7    7
     segments of up to 640 KiB     in buckets of 10     9.5  9.5  9
 
-With a pace, which is how many buckets the pair with the most of all ranks needs, or a few more, every pair has as many, or half,
-a quarter, and so on: the fewest that its bytes fit into. They are about equally full, so that pairs keep time with each other:
+A pace is how many buckets the pair with the most of all ranks needs, or a few more. With one, every pair has as many, or half,
+or a quarter: the fewest that its bytes fit into. They are about equally full, so that pairs keep time with each other:
 
     pace 80, at least 80, 34, 10     in buckets     80  40  10
 

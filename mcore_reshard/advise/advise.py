@@ -188,9 +188,11 @@ def _advice(request: PlanRequest, topology: Topology, train: _Side, gen: _Side, 
 def _reason(plan: Plan, link: int, leaving: int | None) -> str:
     """What keeps the busiest link busy, in words. `leaving`: by the busiest NIC with PXN, if ranks use it."""
     name, sent, received = LINK_NAMES[link], plan.loads.sent[link], plan.loads.received[link]
-    if link == NIC and leaving is not None and leaving > max(received.max(), _NOTEWORTHY_RAILS * sent.max()):
+    if link != NIC or leaving is None:
+        leaving = int(sent.max())
+    if leaving > max(received.max(), _NOTEWORTHY_RAILS * sent.max()):
         words = [f"{size(leaving)} leave by the NIC of one rail"]
-    elif sent.max() > received.max() and (link != NIC or leaving is None or leaving > received.max()):
+    elif min(leaving, sent.max()) > received.max():
         words = [f"{size(sent.max())} leave a trainer by {name}"]
         if sent.max() > 1.1 * sent.mean():
             words.append(f"{sent.max() / sent.mean():.1f} times the mean")
