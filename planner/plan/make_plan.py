@@ -8,19 +8,17 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mcore_reshard.planner.layout.block_scales import blocks_touched
 from mcore_reshard.planner.layout.engines import DEFAULT_ENGINE, engine_named
-from mcore_reshard.planner.layout.geometry import Region
 from mcore_reshard.planner.layout.megatron import DEFAULT_BUILD, MegatronBuild, MegatronLayout
 from mcore_reshard.planner.layout.mesh import GenMesh, MeshError, TrainMesh
 from mcore_reshard.planner.layout.partitions import Excluded, Misc, Partition, PartitionOwners
 from mcore_reshard.planner.layout.traced import TracedLayouts
-from mcore_reshard.planner.model.parameters import ITEMSIZE, ModelParameters, ParameterGroup
+from mcore_reshard.planner.model.parameters import ModelParameters, ParameterGroup
 from mcore_reshard.planner.model.precision import (
     FP8,
     Format,
@@ -40,6 +38,7 @@ from .routing import BulkRoute, RoutedGroup, Router, Side
 
 _LARGEST_OVERLAP = 4 << 20  # bytes; replicas, and the waves of a relay, share the work of a larger tensor
 _LARGEST_OF_SMALL_MODELS = 1 << 20  # the same in a small model, whose waves else have too few for many ranks
+_LARGEST_OF_SMALL_RELAYS = 1 << 18  # the same between hosts, where replicas are more, and no copy engine takes the rows
 _OVERLAPS = 1 << 16  # a model is small if it has not so many of the largest
 _LARGEST_OF_EXPERTS = 8 << 20  # these are many
 _DISTINCTLY = 0.95  # relaying adds a hop, so it must take the busiest link below this share of its bytes
@@ -136,8 +135,6 @@ class _Planner:
         self._rank_grid_index: dict[tuple[tuple[int, ...], bytes], int] = {}
 
     def plan(self, routed: list[RoutedGroup]) -> Plan:
-        nbytes = sum(entry.group.count * entry.group.nbytes for entry in routed)
-        largest = min(max(nbytes // _OVERLAPS, _LARGEST_OF_SMALL_MODELS), _LARGEST_OVERLAP)
         groups: list[ParameterGroup] = []
         pairs: list[QuantizedPair] = []
         casts: list[GroupCast] = []
@@ -156,7 +153,7 @@ class _Planner:
                 continue
             if entry.cast is not None:
                 casts.append(GroupCast(index, *entry.cast))
-            transfer_groups += self._transfer_groups(index, entry.route.src, entry.route.dst, largest)
+            transfer_groups += self._transfer_groups(index, entry.route.src, entry.route.dst)
             self._scales.update(self._scale_patterns(index, entry.route, entry.block))
         transfer_groups.sort(key=_order)
         cuts = zip(self._patterns, self._overlaps, strict=True)
@@ -174,9 +171,8 @@ class _Planner:
         return balance_plan(plan, transfer_groups, self._scales)
 
     def _transfer_groups(
-        self, group: int, source: Collection[PartitionOwners], destination: Collection[PartitionOwners], largest: int
+        self, group: int, source: Collection[PartitionOwners], destination: Collection[PartitionOwners]
     ) -> Iterable[TransferGroup]:
-        """The transfer groups of a group. Its overlaps have at most `largest` bytes, unless they are of experts."""
         by_stage: dict[int, list[PartitionOwners]] = {}
         for dst in sorted(destination, key=lambda owners: owners.experts):
             by_stage.setdefault(dst.pp_stage, []).append(dst)
@@ -190,18 +186,17 @@ class _Planner:
                 for dst in owner_sets[first:last]:
                     if layers := tuple(place for place in src.layers if place.layer in layers_of[id(dst)]):
                         experts = max(src.experts[0], dst.experts[0]), min(src.experts[1], dst.experts[1])
-                        most = _LARGEST_OF_EXPERTS if src.experts[1] else largest
-                        pattern = self._pattern_index(src.partition, dst.partition, most)
+                        pattern = self._pattern_index(src.partition, dst.partition)
                         grids = self._rank_grid(src.ranks), self._rank_grid(dst.ranks)
                         slots = experts[0] - src.experts[0], experts[0] - dst.experts[0]
                         yield TransferGroup(group, pattern, src.pp_stage, *grids, layers, experts, *slots)
 
-    def _pattern_index(self, src: Partition, dst: Partition, largest: int) -> int:
-        """The number of the pattern of two partitions; overlaps of more than `largest` bytes are divided."""
+    def _pattern_index(self, src: Partition, dst: Partition) -> int:
+        """The number of the pattern of two partitions. Its overlaps are whole."""
         identity = (id(src), id(dst))  # hashing parts is slow, and the experts of a group share theirs
         if identity not in self._by_identity:
             known = (src, dst) in self._patterns
-            overlaps = () if known else _divided(_intersect(src, dst), dst, largest)
+            overlaps = () if known else _intersect(src, dst)
             self._by_identity[identity] = self._new_pattern(src, dst, overlaps), src, dst
         return self._by_identity[identity][0]
 
@@ -237,13 +232,31 @@ def balance_plan(plan: Plan, transfer_groups: list[TransferGroup], scales: Mappi
     `transfer_groups` are in the plan's order, without the scales of pairs. `scales` has the pattern of a pair's scales by
     (group, pattern) of its weight.
     """
-    plan = _balanced(plan, transfer_groups, scales, relay=False)
+    plan = _balanced(_cut(plan, transfer_groups, _LARGEST_OF_SMALL_MODELS), transfer_groups, scales, relay=False)
     if _may_gain_by_relaying(plan):
         relayed = _balanced(plan, transfer_groups, scales, relay=True)
         distinctly = _DISTINCTLY if relayed.waves > 1 else _DISTINCTLY_IN_ONE_WAVE
         plan = relayed if busiest_link(relayed) < distinctly * busiest_link(plan) else plan
+    if plan.spans_hosts and "relay" in plan.later_hops:
+        finer = _cut(plan, transfer_groups, _LARGEST_OF_SMALL_RELAYS)
+        plan = plan if finer is plan else _balanced(finer, transfer_groups, scales, relay=True)
     object.__setattr__(plan, "digest", digest_of(plan))
     return plan
+
+
+def _cut(plan: Plan, transfer_groups: Sequence[TransferGroup], least: int) -> Plan:
+    """The plan with its overlaps cut as its size asks for: to a 65,536th of its bytes, if that is `least` bytes or more.
+
+    Itself if its overlaps are cut so already.
+    """
+    scales = {pair.scales for pair in plan.pairs}
+    nbytes = sum(group.count * group.nbytes for index, group in enumerate(plan.groups) if index not in scales)
+    largest = min(max(nbytes // _OVERLAPS, least), _LARGEST_OVERLAP)
+    patterns = [*plan.patterns]
+    for pattern, of_experts in {(transfers.pattern, transfers.experts[1] > 0) for transfers in transfer_groups}:
+        patterns[pattern] = patterns[pattern].in_bands(_LARGEST_OF_EXPERTS if of_experts else largest)
+    unchanged = all(new is old for new, old in zip(patterns, plan.patterns, strict=True))
+    return plan if unchanged else replace(plan, patterns=tuple(patterns))
 
 
 def _may_gain_by_relaying(plan: Plan) -> bool:
@@ -307,27 +320,6 @@ def _with_scales(
 
 def _order(transfers: TransferGroup) -> tuple[object, ...]:
     return transfers.pp_stage, transfers.group, transfers.layers[0].layer, transfers.experts
-
-
-def _divided(overlaps: Iterable[Overlap], dst: Partition, largest: int) -> tuple[Overlap, ...]:
-    """The overlaps, those of more than `largest` bytes in bands of rows, of the first dimension that has several.
-
-    Those of weights with scales stay: bands might end within a block.
-    """
-    divided: list[Overlap] = []
-    for overlap in overlaps:
-        region, dtype = overlap.region, dst.pieces[overlap.dst][overlap.dst_piece].tensor.dtype
-        dim = next((dim for dim, extent in enumerate(region.extents) if extent > 1), 0)  # an expert is one of its dim
-        rows = region.extents[dim] if region.extents else 1
-        bands = 1 if dtype == FP8 else min(rows, -(-region.elements * ITEMSIZE[dtype] // largest))
-        edges = [region.start[dim] + rows * band // bands for band in range(bands + 1)] if bands > 1 else []
-        for edge in pairwise(edges):
-            start, stop = (
-                (*end[:dim], at, *end[dim + 1 :]) for end, at in zip((region.start, region.stop), edge, strict=True)
-            )
-            divided.append(replace(overlap, region=Region(start, stop)))
-        divided += [overlap] * (bands <= 1)
-    return tuple(divided)
 
 
 def _intersect(src: Partition, dst: Partition) -> tuple[Overlap, ...]:

@@ -29,6 +29,7 @@ from mcore_reshard.planner.model.parameters import ITEMSIZE, ParameterGroup
 from mcore_reshard.planner.topology.topology import Topology
 
 from .balance import waves_for
+from .bands import in_bands
 from .loads import Loads, loads_of
 from .paths import NIC, Hop, HopKind, Paths, Sites
 from .rails import Rails
@@ -63,6 +64,14 @@ class TransferPattern:
     dst: Partition
     overlaps: tuple[Overlap, ...]
     _paths: dict[tuple[object, ...], Paths] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _in_bands: dict[int, TransferPattern] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def in_bands(self, largest: int) -> TransferPattern:
+        """The pattern with overlaps of about `largest` bytes at most, as `in_bands` cuts them; itself if they are so."""
+        if largest not in self._in_bands:
+            overlaps = in_bands(self.overlaps, self.dst, largest)
+            self._in_bands[largest] = self if overlaps == self.overlaps else replace(self, overlaps=overlaps)
+        return self._in_bands[largest]
 
     def ends(self, overlap: Overlap) -> tuple[Piece, Piece]:
         return self.src.pieces[overlap.src][overlap.src_piece], self.dst.pieces[overlap.dst][overlap.dst_piece]

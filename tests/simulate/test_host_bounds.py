@@ -116,11 +116,11 @@ def test_only_members_of_a_communicator_forward() -> None:
 
 
 def test_small_models_on_many_replicas_have_waves_that_replicas_share_evenly() -> None:
-    """In 16 waves of overlaps of 4 MiB it took twice the bound."""
+    """In 16 waves of overlaps of 4 MiB it took twice the bound, in 4 waves of 1 MiB 1.11 to 1.21 times the least time."""
     case = host_bounds.HostsCase("", "qwen3-4b", "tp=4,dp=16", "tp=4,dp=32")
-    assert case.plan().waves == 4
+    assert case.plan().waves == 16
     for transport in host_bounds.TRANSPORTS:
-        assert case.simulation(transport).seconds < 1.2 * case.least().seconds
+        assert case.simulation(transport).seconds < 1.11 * case.least().seconds
 
 
 @pytest.mark.sampled(3)
