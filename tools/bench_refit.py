@@ -2,13 +2,14 @@
 
     python tools/bench_refit.py --nemo-rl ~/RL                              # every workload and method, all GPUs
     python tools/bench_refit.py --colocated --methods direct                # trainer and engine share every GPU
+    python tools/bench_refit.py --as-hosts --methods nccl                   # planned as if every GPU were a host
     python tools/bench_refit.py --workloads moe-ep-tp --methods direct:ctas=16 direct:ctas=64 direct:tile_kib=64
     python tools/bench_refit.py --device cpu --ranks 4 --moe tiny-qwen3-moe --dense tiny-qwen3 --methods gloo golden
 
 Weights are synthetic: the tensors of the plan, with content that receivers can compute. Every method starts from
 poisoned destinations and is compared bit for bit before it is timed. Other stacks run in processes of their own, after
-ours; what cannot run is in the results with the reason. Results go to tools/results/refit-x<ranks>.json, or
-refit-colocated-x<GPUs>.json, row by row.
+ours; what cannot run is in the results with the reason. Results go to tools/results/refit-x<ranks>.json,
+relay-x<ranks>.json or refit-colocated-x<GPUs>.json, row by row.
 """
 
 from __future__ import annotations
@@ -170,6 +171,7 @@ def parsed(arguments: Sequence[str]) -> Run:
     parser.add_argument("--methods", nargs="+", metavar="NAME[:OPTION=N,...]", help=_methods_help())
     parser.add_argument("--ranks", type=int, help="of both sides; by default one a GPU, or two if colocated")
     parser.add_argument("--colocated", action="store_true", help="every GPU has a rank of both sides")
+    parser.add_argument("--as-hosts", action="store_true", help="plan as if every rank were on a host of its own")
     parser.add_argument("--train-gpus", type=int, default=0, help="ranks that train; by default half of them")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if gpus else "cpu")
     parser.add_argument("--moe", default=MODELS["moe"], metavar="MODEL", help="model of the moe workloads")
@@ -188,6 +190,8 @@ def parsed(arguments: Sequence[str]) -> Run:
         problems.append("there is no CUDA device: --device cpu")
     if args.device == "cpu" and args.colocated:
         problems.append("--colocated is of GPUs, and --device cpu has none")
+    if args.as_hosts and args.colocated:
+        problems.append("--as-hosts and --colocated contradict each other")
     if args.ranks < 2:
         problems.append(f"--ranks {args.ranks}: a refit takes two at least")
     if args.train_gpus and not 0 < args.train_gpus < args.ranks:
@@ -214,9 +218,15 @@ def parsed(arguments: Sequence[str]) -> Run:
         args.repeats,
         args.timeout_s,
         args.limit_s,
-        args.out or RESULTS / (f"refit-colocated-x{gpus}.json" if args.colocated else f"refit-x{args.ranks}.json"),
+        args.out or RESULTS / _default_out(args, gpus),
         args.nemo_rl.resolve() if args.nemo_rl else None,
     )
+
+
+def _default_out(args: argparse.Namespace, gpus: int) -> str:
+    if args.colocated:
+        return f"refit-colocated-x{gpus}.json"
+    return f"relay-x{args.ranks}.json" if args.as_hosts else f"refit-x{args.ranks}.json"
 
 
 def _work(args: argparse.Namespace, problems: list[str]) -> list[tuple[Case, tuple[Method, ...]]]:
@@ -226,7 +236,12 @@ def _work(args: argparse.Namespace, problems: list[str]) -> list[tuple[Case, tup
         if workload.name not in (args.workloads or [workload.name]) or args.ranks < workload.least_ranks:
             continue
         case = case_of(
-            workload, args.ranks, train_ranks=args.train_gpus, layers=args.layers, model=models[workload.model]
+            workload,
+            args.ranks,
+            train_ranks=args.train_gpus,
+            layers=args.layers,
+            model=models[workload.model],
+            as_hosts=args.as_hosts,
         )
         try:
             case.plan()

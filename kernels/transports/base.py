@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -77,6 +78,14 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Free scratch and connections of its own; the session's group is not its own."""
+
+
+class Queued(ABC):
+    """Of an executor of a part that may begin, on the device, behind parts that have not ended."""
+
+    @abstractmethod
+    def queue(self) -> None:
+        """Begin; do not wait. `run` then waits for the end."""
 
 
 @dataclass(frozen=True, slots=True)

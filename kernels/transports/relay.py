@@ -15,10 +15,11 @@ the same windows, and a rank passes on what the part before brought.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 from threading import Condition
 
 import torch
@@ -33,6 +34,7 @@ from mcore_reshard.planner.plan.schedule import Relay, Schedule
 
 from .base import (
     Executor,
+    Queued,
     StageReport,
     TransportContext,
     close_all,
@@ -183,6 +185,8 @@ class RelayedExecutor:
         self, first: Sequence[Executor], roles: Sequence[Role], device: torch.device | None, *, joined: int = 0
     ) -> None:
         self._first, self._roles, self._device, self._joined = first, roles, device, joined
+        # Behind each other, if these bring all that a later part passes on. The device need not wait for the host then.
+        self._queues = all(isinstance(executor, Queued) for executor in first)
         self._progress = Progress(1)  # of the last run
         self._threads = ThreadPoolExecutor(max(1, len(roles)), thread_name_prefix="relay")
         names = {name for _, waves in self._hops for executor in waves for name in executor.name.split("+")}
@@ -221,8 +225,7 @@ class RelayedExecutor:
         ]
         try:
             # To the end, even if a later hop fails: the trainer may wait for this rank.
-            for part, executor in enumerate(self._first):
-                progress.begun.append(executor)
+            for part, executor in enumerate(self._begun(progress)):
                 reports.append(executor.run())
                 for hop in range(1 + min(self._joined, part)):
                     progress.landed(hop)
@@ -236,6 +239,17 @@ class RelayedExecutor:
         return tuple(
             replace(total, seconds=seconds if total.transfers else 0.0, start=start) for total in merge_reports(reports)
         )
+
+    def _begun(self, progress: Progress) -> Iterator[Executor]:
+        """The executors of the first hop, each once it has begun. Where they are queued, so has the next one."""
+        lag = int(self._queues)
+        for before, executor in zip_longest([None] * lag + [*self._first], self._first):
+            if executor is not None:
+                progress.begun.append(executor)
+                if self._queues and isinstance(executor, Queued):
+                    executor.queue()
+            if before is not None:
+                yield before
 
     def close(self) -> None:
         self._threads.shutdown(wait=False)

@@ -63,13 +63,19 @@ def test_the_experts_alone_are_planned() -> None:
     assert plan.misc_bytes == 0
 
 
+def test_as_hosts_a_trainer_relays_between_hosts() -> None:
+    run = bench_refit.parsed(["--device", "cpu", "--ranks", "4", "--as-hosts", "--workloads", "dense-one-to-many"])
+    ((case, _),) = run.work
+    assert (run.out.name, case.plan().later_hops, case.plan().waves) == ("relay-x4.json", ("relay",), 32)
+
+
 def test_one_run_holds_every_workload_that_its_ranks_allow() -> None:
     of_two, of_four = (
         [case.name for case, _ in bench_refit.parsed(["--device", "cpu", "--ranks", ranks]).work] for ranks in "24"
     )
     first, quantized = ["moe-ep-tp", "moe-experts", "dense-tp-tp", "dense-dp-tp"], ["moe-fp8", "moe-bf16-fp8"]
     assert of_two == [*first, *quantized]
-    assert of_four == [*first, "moe-replicas", *quantized, "moe-one-to-many"]
+    assert of_four == [*first, "moe-replicas", *quantized, "moe-one-to-many", "dense-one-to-many"]
     run = bench_refit.parsed([*ON_CPU, "--workloads", "dense-tp-tp", "--methods", "gloo", "golden", "isend-irecv"])
     assert [(case.name, [m.text for m in methods]) for case, methods in run.launches()] == [
         ("dense-tp-tp", ["gloo"]),

@@ -23,7 +23,7 @@ from helpers.ranks import run_ranks, values
 from mcore_reshard.cli.main import main
 from mcore_reshard.kernels.errors import DeadlineError, RefitError, Waiting
 from mcore_reshard.kernels.transports import relay as relaying
-from mcore_reshard.kernels.transports.base import StageReport
+from mcore_reshard.kernels.transports.base import Queued, StageReport
 from mcore_reshard.kernels.transports.relay import RelayedExecutor
 from mcore_reshard.planner.plan.loads import busiest_link
 from mcore_reshard.planner.plan.make_schedule import relays_of, schedule_of
@@ -421,6 +421,49 @@ def test_a_wave_is_shared_within_a_host_after_the_part_that_brings_it_there() ->
     assert sum(report.transfers for report in executor.run()) == 5
     assert early == [False, False] and shares[1].ran.is_set()
     executor.close()
+
+
+class QueuedPart(Part, Queued):
+    """A part that can begin behind others; `log` has what was asked of all parts."""
+
+    def __init__(self, number: int, log: list[tuple[str, int]], does: Callable[[], Any] = lambda: None) -> None:
+        super().__init__(does)
+        self._number, self._log, self.written_bytes = number, log, 0
+
+    def queue(self) -> None:
+        self._log.append(("queue", self._number))
+        self.written_bytes = 10**self._number
+
+    def run(self) -> tuple[StageReport, ...]:
+        self._log.append(("run", self._number))
+        return super().run()
+
+
+def test_the_next_part_is_queued_before_one_is_awaited() -> None:
+    log: list[tuple[str, int]] = []
+    executor = RelayedExecutor([QueuedPart(number, log) for number in range(3)], [], None)
+    for _ in range(2):
+        assert sum(report.transfers for report in executor.run()) == 3
+        assert log == [("queue", 0), ("queue", 1), ("run", 0), ("queue", 2), ("run", 1), ("run", 2)]
+        log.clear()
+    assert executor.written_bytes == 111
+    executor.close()
+
+
+def test_what_a_queued_part_may_have_written_counts_when_the_one_before_it_fails() -> None:
+    log: list[tuple[str, int]] = []
+    parts = [QueuedPart(0, log, lambda: fail(OSError("on fire"))), QueuedPart(1, log), QueuedPart(2, log)]
+    executor = RelayedExecutor(parts, [], None)
+    with pytest.raises(OSError, match="on fire"):
+        executor.run()
+    assert log == [("queue", 0), ("queue", 1), ("run", 0)] and executor.written_bytes == 11
+
+
+def test_no_part_is_queued_where_one_needs_what_another_transport_brings() -> None:
+    log: list[tuple[str, int]] = []
+    executor = RelayedExecutor([Part(), QueuedPart(1, log)], [], None, joined=1)
+    executor.run()
+    assert log == [("run", 1)]
 
 
 def test_a_rank_that_waits_in_both_its_parts_says_for_whom_in_each() -> None:

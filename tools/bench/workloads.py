@@ -9,8 +9,10 @@ from mcore_reshard.planner.layout.mesh import parse_gen_mesh, parse_train_mesh
 from mcore_reshard.planner.model.configs import load_config
 from mcore_reshard.planner.model.families import parameters_from_config
 from mcore_reshard.planner.model.parameters import Role
+from mcore_reshard.planner.plan.locate import located
 from mcore_reshard.planner.plan.make_plan import make_plan
 from mcore_reshard.planner.plan.plan import Plan
+from mcore_reshard.planner.topology.topology import parse_topology
 
 _EXPERTS = {Role.EXPERT_GATE, Role.EXPERT_UP, Role.EXPERT_DOWN}
 MODELS = {"moe": "qwen3-30b-a3b", "dense": "qwen3-4b"}
@@ -100,6 +102,16 @@ WORKLOADS = (
         train_ranks=1,
         least_ranks=3,
     ),
+    Workload(
+        "dense-one-to-many",
+        "one trainer to replicas",
+        "dense",
+        "dp={n}",
+        "tp=1,dp={n}",
+        ("direct", "nccl"),
+        train_ranks=1,
+        least_ranks=3,
+    ),
 )
 
 
@@ -117,6 +129,7 @@ class Case:
     train_ranks: int
     gen_ranks: int
     dtypes: tuple[str, str] = ("bf16", "bf16")
+    as_hosts: bool = False  # every rank is on a host of its own, as far as the plan knows
 
     def plan(self, *, build: MegatronBuild = MegatronBuild(), train: str | None = None) -> Plan:  # noqa: B008
         """The plan of the case; `train` stands in for its training mesh, to describe a Megatron model that receives.
@@ -137,12 +150,23 @@ class Case:
                 f" not {self.train_ranks} -> {self.gen_ranks}"
             )
         train_dtype, gen_dtype = self.dtypes
-        return make_plan(
+        plan = make_plan(
             model_parameters, *meshes, model=self.model, build=build, train_dtype=train_dtype, gen_dtype=gen_dtype
         )
+        if self.as_hosts:
+            plan = located(plan, parse_topology("h200-8,gpus=1", plan.train.world, plan.gen.world))
+        return plan
 
 
-def case_of(workload: Workload, ranks: int, *, train_ranks: int = 0, layers: int = 0, model: str = "") -> Case:
+def case_of(
+    workload: Workload,
+    ranks: int,
+    *,
+    train_ranks: int = 0,
+    layers: int = 0,
+    model: str = "",
+    as_hosts: bool = False,
+) -> Case:
     """`workload` on `ranks` ranks, of which `train_ranks` train (0: what the workload says, else half)."""
     train = train_ranks or workload.train_ranks or ranks // 2
     return Case(
@@ -156,4 +180,5 @@ def case_of(workload: Workload, ranks: int, *, train_ranks: int = 0, layers: int
         train,
         ranks - train,
         workload.dtypes,
+        as_hosts,
     )

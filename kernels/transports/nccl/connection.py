@@ -46,6 +46,8 @@ from .staging import (
 if TYPE_CHECKING:
     from mcore_reshard.kernels.cuda.device_memory import PlainBuffer
 
+    from .executor import NcclExecutor
+
 Waits = tuple[Waiting, ...]  # what is awaited of each peer, the first due first
 _WARM_BYTES = 16
 _UNIQUE_ID_BYTES = 128
@@ -88,7 +90,11 @@ class NcclConnection:
         self.closed = False
         self._closing: Thread | None = None  # after an error
         self.links: dict[int, Link] = {}  # by stream
-        self.notes: torch.cuda.Stream  # of all parts, for what the device tells the host; drawn with the links
+        self.executors: Sequence[NcclExecutor] = ()  # of the parts
+        # Of all parts, drawn with the links: behind which they begin, and for what the device tells the host. Other
+        # transports may be at work on the caller's stream.
+        self.stream: torch.cuda.Stream
+        self.notes: torch.cuda.Stream
         self.slots: dict[tuple[int, int], PlainBuffer] = {}
         self._graphs: list[tuple[torch.cuda.CUDAGraph, torch.cuda.Event]] = []
         self.ends: list[list[HopEnd]] = []  # of each part
@@ -152,6 +158,7 @@ class NcclConnection:
 
     def close(self) -> None:
         """Abort all communicators and free scratch. May be called twice."""
+        self.executors = ()
         if self._closing is not None:
             self._closing.join()
         elif not self.closed:
@@ -234,7 +241,10 @@ class NcclConnection:
                     streams_of.setdefault(way, set()).update(division.streams_of(turn, number))
         waits = tuple({waiting.peer: waiting for waiting in first.values()}.values())
         division = self.divisions[0]
-        self.notes = torch.cuda.Stream()  # torch hands out 32 in turn: those of the links are others
+        self.stream, self.notes = (
+            torch.cuda.Stream(),
+            torch.cuda.Stream(),
+        )  # torch hands out 32 in turn: the links' are others
         for stream in range(division.streams):
             # NCCL's few CTAs go first where both wait for a multiprocessor: a wire that idles is lost time.
             wire = torch.cuda.Stream(priority=-1)

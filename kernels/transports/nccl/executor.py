@@ -8,7 +8,7 @@ A generation rank that passes bytes on does both in one round.
 The kernels run on streams beside the wire's: one round is packed or unpacked while others are on the wire (`rounds` says
 why this cannot deadlock). A bucket that lies in one piece skips its copy. All rounds of a part are one CUDA graph: it is
 one launch, then the host polls against the deadline. Without the graph the host spent 0.1 ms a round on NCCL's calls and
-threads.
+threads. A part may be queued before the one in front of it has ended: the device then goes on without the host.
 
 NCCL registers the virtual memory that a graph sends or receives, and hangs where only one end could be registered. So
 slots are plain memory, and virtual memory always takes the copy. Registered slots were no faster: 294 against 305 GB/s in
@@ -17,8 +17,8 @@ messages of 64 MiB, 292 against 299 in messages of 128 MiB (four H200s).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -35,7 +35,7 @@ from mcore_reshard.kernels.cuda.digests import digest
 from mcore_reshard.kernels.errors import ChecksumError, SessionError, Waiting
 from mcore_reshard.kernels.rendezvous.polling import NOTICE_S, EventPoller
 from mcore_reshard.kernels.rendezvous.store_keys import StoreKeys
-from mcore_reshard.kernels.transports.base import StageClock, StageReport, merge_reports
+from mcore_reshard.kernels.transports.base import Queued, StageClock, StageReport, merge_reports
 
 from .communicator import Payload
 from .connection import Link, NcclConnection, Waits
@@ -67,6 +67,7 @@ def connect_nccl(
     """
     connection = NcclConnection(parts, store, timeout_s=timeout_s, budget=budget, shared=shared)
     executors = [NcclExecutor(connection, part, number) for number, part in enumerate(parts)]
+    connection.executors = executors
     with connection.give_up_on_error():
         if any(end.buckets for ends in connection.ends for end in ends):
             with torch.cuda.device(connection.device):
@@ -76,7 +77,7 @@ def connect_nccl(
     return executors
 
 
-class NcclExecutor:
+class NcclExecutor(Queued):
     """Runs the bound schedules of a part over NCCL; see `connect_nccl`.
 
     Weights must be complete on the current stream of their device when `run` is called; when it returns, every byte has
@@ -94,6 +95,7 @@ class NcclExecutor:
         self.table_bytes = 0  # device memory of what the kernels walk
         self._planned: tuple[Round, ...] = ()
         self._rounds: tuple[_DeviceRound, ...] = ()
+        self._is_queued = False  # and `run` has not waited for its end
         self._scales: list[DeviceTable] = []
         self._problems: list[str] = []  # of the tables, as they were read back from the device
 
@@ -114,22 +116,39 @@ class NcclExecutor:
         messages = (placed for each in self._rounds for placed in each.round.placed_messages)
         return tuple(placed.executed for placed in messages if placed.end == end)
 
-    def run(self) -> tuple[StageReport, ...]:
-        """Move every byte once. After `DeadlineError`, `PeerLostError`, `NcclError` or `ChecksumError` it runs no more."""
+    def queue(self) -> None:
+        """Begin, on the device behind the parts that have been queued before. `run` then waits for the end."""
         if self._connection.closed:
             raise SessionError(f"{self._connection.rank_name}: the nccl transport has been closed; begin a new session")
-        self._connection.runs += 1
         self.written_bytes = 0
         for clock in self._clocks:
             clock.reset()
+        self._is_queued = True
         if self._rounds:
-            with self._connection.give_up_on_error(), torch.cuda.device(self._connection.device):
-                try:
-                    self._run()
-                except BaseException:
-                    self._stop_unpacking()
-                    raise
+            with self._giving_up_on_error():
+                self._launch()
+
+    def run(self) -> tuple[StageReport, ...]:
+        """Move every byte once. After `DeadlineError`, `PeerLostError`, `NcclError` or `ChecksumError` it runs no more."""
+        if not self._is_queued:
+            self.queue()
+        self._connection.runs += 1
+        if self._rounds:
+            with self._giving_up_on_error():
+                self._wait()
+        self._is_queued = False
         return merge_reports([clock.reports() for clock in self._clocks])
+
+    @contextmanager
+    def _giving_up_on_error(self) -> Iterator[None]:
+        """On the device. After an error, tell all ranks, and unpack nothing more, also of parts that are queued."""
+        with self._connection.give_up_on_error(), torch.cuda.device(self._connection.device):
+            try:
+                yield
+            except BaseException:
+                for each in self._connection.executors:
+                    each.stop_unpacking()
+                raise
 
     def close(self) -> None:
         """Close all parts: abort the communicators and free scratch. May be called twice."""
@@ -155,7 +174,7 @@ class NcclExecutor:
         self._damaged = torch.zeros(messages, dtype=torch.bool, device=device)
         # Of each round, 1 if its messages have come, or if it is over. The device writes them.
         self._came, self._over = (torch.zeros(len(self._planned), dtype=torch.uint8, pin_memory=True) for _ in range(2))
-        self._stream, self._done = torch.cuda.Stream(), torch.cuda.Event()
+        self._done = torch.cuda.Event()
         self._rounds = self._bind_rounds(copy_ctas)
         self.table_bytes = sum(copies.nbytes for each in self._rounds for copies in (*each.packs, *each.unpacks))
         for bound in self._bounds:
@@ -170,22 +189,26 @@ class NcclExecutor:
         self._graph = self._capture_graph()
         self._connection.keep(self._graph, self._done)
 
-    def _run(self) -> None:
+    def _launch(self) -> None:
         self._came.zero_()
-        over = self._over.zero_().numpy()
+        self._over.zero_()
+        stream = self._connection.stream
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for scales in self._scales:
+                scales.launch(stream)
+            self.written_bytes = sum(bound.nbytes for bound in self._bounds if bound.schedule.world == "gen")
+            self._graph.replay()
+            self._done.record()
+
+    def _wait(self) -> None:
+        over = self._over.numpy()
         stages = [each.round.stages for each in self._rounds]
         under_way = {
             stage: np.array([stage in of_round for of_round in stages]) for stage in sorted(frozenset().union(*stages))
         }
         for end, stage in under_way:
             self._clocks[end].started(stage)
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):  # of its own: other transports may be at work on the caller's
-            for scales in self._scales:
-                scales.launch(self._stream)
-            self.written_bytes = sum(bound.nbytes for bound in self._bounds if bound.schedule.world == "gen")
-            self._graph.replay()
-            self._done.record()
 
         def reached() -> bool:
             done = self._done.query()
@@ -201,13 +224,14 @@ class NcclExecutor:
                 reason = f"bucket {buckets[number].number} arrived with other bytes than it was sent with"
                 raise ChecksumError(buckets[number].waiting, reason)
 
-    def _stop_unpacking(self) -> None:
+    def stop_unpacking(self) -> None:
         """Leave rounds whose messages have not come as they are: an abort lets the graph go on, over stale slots.
 
         `written_bytes` becomes what may have been written: rounds that have come, and what is received in place. Of each
         stream two rounds may be under way, as one may have come a moment ago.
         """
-        if not self.written_bytes:
+        was_queued, self._is_queued = self._is_queued, False
+        if not was_queued or not self.written_bytes:
             return
         try:
             stream = torch.cuda.Stream()
@@ -238,17 +262,18 @@ class NcclExecutor:
         self._one = torch.ones(1, dtype=torch.uint8, device=self._connection.device)  # the graph reads it
         over: list[torch.cuda.Event] = []
         torch.cuda.synchronize(self._connection.device)
-        with torch.cuda.stream(self._stream):
+        first = self._connection.stream
+        with torch.cuda.stream(first):
             graph.capture_begin(capture_error_mode="relaxed")  # NCCL adds its kernels from threads of its own
             try:
                 for stream in streams:
-                    stream.wait_stream(self._stream)
+                    stream.wait_stream(first)
                 for number, each in enumerate(self._rounds):
                     over.append(self._queue(number, each, over))
                     notes.wait_event(over[-1])
                     self._note(self._over, number, notes)
                 for stream in streams:
-                    self._stream.wait_stream(stream)
+                    first.wait_stream(stream)
             except BaseException:
                 with suppress(RuntimeError):
                     graph.capture_end()
