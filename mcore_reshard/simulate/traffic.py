@@ -17,7 +17,7 @@ from mcore_reshard.kernels.copies.buckets import aligned
 from mcore_reshard.planner.model.parameters import ITEMSIZE
 from mcore_reshard.planner.plan.make_schedule import wire_box
 from mcore_reshard.planner.plan.paths import HopKind
-from mcore_reshard.planner.plan.plan import Plan, TransferGroup
+from mcore_reshard.planner.plan.plan import AlikeTransfers, Plan
 
 Ints = NDArray[np.int64]
 
@@ -74,46 +74,47 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Legs:
-    """Legs of a transfer group's members: each takes an overlap from one rank to another."""
+    """Legs of the members of alike transfer groups: each takes an overlap from one rank to another."""
 
     overlap: Ints  # [legs]
-    src: NDArray[np.int32]  # [members, legs]: ranks
+    src: NDArray[np.int32]  # [groups, members, legs]: ranks
     dst: NDArray[np.int32]
-    runs: NDArray[np.bool_] | None = None  # [members, legs]: whether the member takes that leg; None: all do
+    runs: NDArray[np.bool_]  # [groups, members, legs]: whether the member takes that leg
 
 
 def traffic_of(plan: Plan) -> tuple[Traffic, ...]:
     """The traffic of each hop."""
-    hops: dict[HopKind, list[tuple[TransferGroup, _Legs]]] = {kind: [] for kind in ("train", *plan.later_hops)}
-    for transfers in plan.transfer_groups:
-        for kind, legs in _hops(plan, transfers):
-            hops[kind].append((transfers, legs))
+    hops: dict[HopKind, list[tuple[AlikeTransfers, _Legs]]] = {kind: [] for kind in ("train", *plan.later_hops)}
+    for alike in plan.alike:
+        for kind, legs in _hops(plan, alike):
+            hops[kind].append((alike, legs))
     return tuple(_traffic(plan, legs, hop, kind) for hop, (kind, legs) in enumerate(hops.items()))
 
 
-def _traffic(plan: Plan, of_groups: list[tuple[TransferGroup, _Legs]], hop: int, kind: HopKind) -> Traffic:
-    stages, train, ranks = plan.train.pp, plan.train.world, plan.train.world + plan.gen.world
+def _traffic(plan: Plan, of_groups: list[tuple[AlikeTransfers, _Legs]], hop: int, kind: HopKind) -> Traffic:
+    stages, ranks = plan.train.pp, (plan.gen.world if hop else plan.train.world, plan.gen.world)
     shapes: dict[Shape, int] = {}
     of_pattern: dict[int, NDArray[np.int32]] = {}  # the shape of each overlap
-    keys, rows = [np.zeros(0, np.int64)], [np.zeros(0, np.int32)]
-    for transfers, legs in of_groups:
-        if transfers.pattern not in of_pattern:
-            known = [shapes.setdefault(shape, len(shapes)) for shape in _shapes(plan, transfers.pattern, hop)]
-            of_pattern[transfers.pattern] = np.array(known, np.int32)
-        wave = plan.paths(transfers).waves(transfers.members, plan.waves)[:, legs.overlap]
-        src = legs.src + (train if hop else 0)
-        key = ((wave * stages + transfers.pp_stage) * ranks + src) * ranks + (legs.dst + train)
-        shape = np.broadcast_to(of_pattern[transfers.pattern][legs.overlap], key.shape)
-        taken = ... if legs.runs is None else legs.runs
-        keys.append(key[taken].reshape(-1))
-        rows.append(shape[taken].reshape(-1))
+    keys = [np.zeros(0, np.int64)] * (1 + len(plan.transfer_groups))
+    rows = [np.zeros(0, np.int32)] * len(keys)
+    for alike, legs in of_groups:
+        pattern = alike.transfer_groups[0].pattern
+        if pattern not in of_pattern:
+            known = [shapes.setdefault(shape, len(shapes)) for shape in _shapes(plan, pattern, hop)]
+            of_pattern[pattern] = np.array(known, np.int32)
+        wave = alike.paths.waves(alike.members, plan.waves)[:, legs.overlap]
+        shape = np.broadcast_to(of_pattern[pattern][legs.overlap], wave.shape)
+        for index, src, dst, taken in zip(alike.numbers, legs.src, legs.dst, legs.runs, strict=True):
+            place = wave * stages + plan.transfer_groups[index].pp_stage
+            keys[index] = ((place * ranks[0] + src) * ranks[1] + dst)[taken]
+            rows[index] = shape[taken]
     key = np.concatenate(keys)
     count = np.bincount(key, minlength=1)
     pairs = np.flatnonzero(count)
     order = _stable_order((np.cumsum(count > 0) - 1)[key])
     first = np.concatenate([[0], np.cumsum(count[pairs])])
-    places = pairs // ranks // ranks
-    columns = places // stages, places % stages, pairs // ranks % ranks, pairs % ranks
+    wave, stage, src, dst = np.unravel_index(pairs, (plan.waves, stages, *ranks))
+    columns = wave, stage, src + (plan.train.world if hop else 0), dst + plan.train.world
     return Traffic(hop, kind, *columns, first, np.concatenate(rows)[order], tuple(shapes))
 
 
@@ -137,13 +138,11 @@ def _shapes(plan: Plan, pattern: int, hop: int) -> Iterator[Shape]:
         yield Shape(extents, ITEMSIZE[dst.tensor.dtype], is_cast)
 
 
-def _hops(plan: Plan, transfers: TransferGroup) -> Iterator[tuple[HopKind, _Legs]]:
-    """The legs of each hop of a transfer group."""
-    parts, paths = plan.patterns[transfers.pattern].parts, plan.paths(transfers)
-    src, dst = plan.rank_grids[transfers.src], plan.rank_grids[transfers.dst]
-    member, first_dst = np.arange(transfers.members), transfers.first_dst_replica
-    first = plan.first_hop(transfers, member)
-    for hop in (first, *paths.later_hops(first_dst, member)):
-        second = parts["gen"][hop.overlap]
-        sender = src[parts["train"][hop.overlap], hop.src] if hop.kind == "train" else dst[second, hop.src]
-        yield hop.kind, _Legs(hop.overlap, sender, dst[second, hop.dst], None if hop.kind == "train" else hop.runs)
+def _hops(plan: Plan, alike: AlikeTransfers) -> Iterator[tuple[HopKind, _Legs]]:
+    """The legs of each hop of alike transfer groups."""
+    parts, each = plan.patterns[alike.transfer_groups[0].pattern].parts, np.arange(len(alike.numbers))[:, None, None]
+    src, dst = plan.grids("train", alike), plan.grids("gen", alike)
+    for hop in (alike.first_hop(), *alike.later_hops()):
+        first, second = parts["train"][hop.overlap], parts["gen"][hop.overlap]
+        sender = src[each, first, hop.src] if hop.kind == "train" else dst[each, second, hop.src]
+        yield hop.kind, _Legs(hop.overlap, sender, dst[each, second, hop.dst], hop.runs)

@@ -28,7 +28,6 @@ from functools import cached_property
 from math import lcm
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
@@ -127,7 +126,7 @@ class Turns:
             number = _mixed(row, cycle, facing)
         return cls(tuple(rows), parts, links, row, number, strides[row], table, sizes, cycle)
 
-    def replica(self, first: int, member: Numbers, turn: Numbers | slice = slice(None)) -> Ints:
+    def replica(self, first: Numbers, member: Numbers, turn: Numbers | slice = slice(None)) -> Ints:
         """Which replica takes a turn of a member; arguments broadcast against each other."""
         row = self.row[turn]
         place = (first + self._moved_on(member, turn)) % self.sizes[row]
@@ -260,17 +259,13 @@ def _least_busy_first(load: Ints, sizes: Ints, cost: Ints) -> int:
     width = cost.shape[-1]
     firsts = np.arange(0, width, max(1, width // _FIRSTS_TRIED))
     busy, added = _small(load), _small(cost)
-    if (sizes == width).all():  # all firsts at once: `rolled` by f is a window into two turns, f before the second one
-        windows, small = (
-            sliding_window_view(np.concatenate([each, each], axis=-1), width, axis=-1)[:, :, width - firsts]
-            for each in (cost, added)
-        )
-        peaks = sum((windows[wave] + load[wave, :, None]).max(axis=(0, 2)) for wave in range(len(cost)))
-        shared = sum((small[wave] * busy[wave, :, None]).sum(axis=(0, 2)) for wave in range(len(cost)))
-    else:
-        turned = [(rolled(cost, sizes, first), rolled(added, sizes, first)) for first in firsts.tolist()]
-        peaks = [int((load + each).max(axis=(1, 2)).sum()) for each, _ in turned]
-        shared = [int((busy * each).sum()) for _, each in turned]
+    peaks, shared = np.zeros((2, len(cost), len(firsts)), np.int64)
+    for size in np.unique(sizes).tolist():  # as `rolled` by all firsts at once
+        turned = (np.arange(size) - firsts[:, None]) % size
+        own_load, own_busy, own_cost, own_added = (each[:, sizes == size, :size] for each in (load, busy, cost, added))
+        peaks = np.maximum(peaks, (own_cost[:, :, turned] + own_load[:, :, None]).max(axis=(1, 3)))
+        shared += (own_added[:, :, turned] * own_busy[:, :, None]).sum(axis=(1, 3))
+    peaks, shared = peaks.sum(axis=0), shared.sum(axis=0)
     return int(firsts[np.lexsort((shared, peaks))[0]])
 
 

@@ -6,8 +6,9 @@ schedule takes a fraction of a second.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -18,8 +19,8 @@ from mcore_reshard.planner.layout.mesh import replica_ranks
 
 from .frozen import without_frozen
 from .held import Held, NamedCast, held_pieces
-from .paths import Hop, HopKind
-from .plan import Plan, RankInGroup, TransferGroup
+from .paths import HopKind
+from .plan import AlikeTransfers, Plan, RankInGroup, TransferPattern
 from .schedule import (
     Cast,
     Chain,
@@ -35,10 +36,10 @@ from .schedule import (
 )
 
 _WIDE = {"offset", "nbytes"}
+_NO_ROWS = {column.name: np.zeros(0, np.int64) for column in fields(TransferTable)}
 _Columns = dict[str, NDArray[np.int64]]
 _End = Literal["src", "dst"]
-_Expanded = tuple[list[tuple[RankInGroup, _Columns]], dict[LocalTensor, int], dict[StridedBox, int]]
-_NO_LEGS = np.zeros(0, np.int64), np.zeros((0, 0), np.bool_), np.zeros((0, 0), np.int32)  # overlap, chosen, peers
+_Expanded = tuple[_Columns, dict[LocalTensor, int], dict[StridedBox, int]]
 
 
 def schedule_of(plan: Plan, world: World, rank: int) -> Schedule:
@@ -62,6 +63,60 @@ def has_chain(plan: Plan) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class _Places:
+    """A rank's places in alike transfer groups, where it holds one part, as one replica."""
+
+    alike: AlikeTransfers  # these transfer groups alone
+    pattern: TransferPattern
+    part: int
+    replica: int
+    is_own: NDArray[np.bool_]  # [overlaps]: which are of the part
+
+    @classmethod
+    def of(cls, alike: AlikeTransfers, places: Sequence[RankInGroup]) -> _Places:
+        """Of some of the transfer groups that are alike."""
+        numbers, transfer_groups = [place.index for place in places], [place.transfers for place in places]
+        own = replace(alike, numbers=numbers, transfer_groups=transfer_groups)
+        one = places[0]
+        return cls(own, one.pattern, one.part, one.replica, one.pattern.parts[one.world] == one.part)
+
+    @property
+    def each_group(self) -> NDArray[np.int64]:
+        return np.arange(len(self.alike.numbers))[:, None, None]
+
+
+@dataclass(frozen=True)
+class _Legs:
+    """Legs in alike transfer groups that a rank has an end of, and on which end they are looked at."""
+
+    places: _Places
+    overlap: NDArray[np.int64]  # [legs]
+    chosen: NDArray[np.bool_]  # [groups, members, legs]: which are the rank's
+    peers: NDArray[np.int32]  # [groups, members, legs]
+    piece: _End
+    order: _End  # whose memory order the extents have
+
+    @cached_property
+    def overlaps(self) -> NDArray[np.int64]:
+        """Each once, ascending."""
+        return np.unique(self.overlap)
+
+    @cached_property
+    def pieces(self) -> list[Piece]:
+        """Of each overlap."""
+        pattern = self.places.pattern
+        return [pattern.ends(pattern.overlaps[index])[self.piece == "dst"] for index in self.overlaps]
+
+    @cached_property
+    def tensors(self) -> list[LocalTensor]:
+        """The tensors of these pieces, each once."""
+        return [*dict.fromkeys(piece.tensor for piece in self.pieces)]
+
+
+_LegsOf = Callable[..., _Legs | None]
+
+
+@dataclass(frozen=True, slots=True)
 class RankView(View):
     """One rank of a plan, or of one wave of its relay. Computes everything on demand."""
 
@@ -76,8 +131,10 @@ class RankView(View):
     # Both are numbered in the order of first use, anew in every copy that `replace` makes.
     tensors: dict[LocalTensor, int] = field(default_factory=dict, init=False)
     strided_boxes: dict[StridedBox, int] = field(default_factory=dict, init=False)
-    # The numbers of tensors by (shape, dtype) and name: some thousands are looked up for each hundred that is new.
-    numbers: dict[tuple[Any, ...], dict[str, int]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    # Those of the members of transfer groups, by what their names depend on: many groups share them.
+    tensor_ids: dict[tuple[Any, ...], NDArray[np.int64]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         size = self.plan.train.world if self.world == "train" else self.plan.gen.world
@@ -104,9 +161,12 @@ class RankView(View):
         return replace(self, rows=tuple(numbers))
 
     def other_end(self) -> OtherEnd:
+        if self.rows is not None and not any(map(len, self.rows)):
+            none = (_table(_NO_ROWS),) * self.plan.train.pp
+            return OtherEnd(self.rank, self.plan.digest, (), (), none, self._computed_scales())
         view = replace(self)
-        rows_of, piece = (RankView._sends, "dst") if self.world == "train" else (RankView._receives, "src")
-        tables = tuple(view._tables(rows_of, piece).values())
+        legs_of: _LegsOf = RankView._sends if self.world == "train" else RankView._receives
+        tables = tuple(view._tables(legs_of, "dst" if self.world == "train" else "src").values())
         if self.rows is not None:
             tables = tuple(table.rows(rows) for table, rows in zip(tables, self.rows, strict=True))
         tensors, boxes = tuple(view.tensors), tuple(view.strided_boxes)
@@ -173,10 +233,10 @@ class RankView(View):
         expanded: dict[tuple[Any, ...], _Expanded] = {}  # of this plan alone
         return tuple(replace(self, wave=wave, expanded=expanded).schedule() for wave in range(waves))
 
-    def _schedule(self, is_sender: bool, rows_of: Callable[..., _Columns], *args: Any) -> Schedule:
-        """Of `rows_of(view, place, *args)` of the places of the rank."""
+    def _schedule(self, is_sender: bool, legs_of: _LegsOf, *args: Any) -> Schedule:
+        """Of `legs_of(view, places, *args)` of the places of the rank."""
         plan = self.plan
-        tables, none = self._tables(rows_of, *args), _table([])
+        tables, none = self._tables(legs_of, *args), _table(_NO_ROWS)
         padding = () if is_sender or self.wave is not None else tuple(dict.fromkeys(self._padding()))
         tensors = tuple(self.tensors)  # after the padding: nothing else may lie in some of them
         if self.wave is not None:
@@ -196,117 +256,114 @@ class RankView(View):
             stages=tuple(StageSchedule(stage, *columns) for stage, columns in both),
             padding=padding,
             misc=plan.misc_names,
-            names={place.index: plan.names_of(place.transfers) for place in plan.groups_of(self.world, self.rank)},
+            names={place.index: plan.names[place.index] for place in plan.groups_of(self.world, self.rank)},
             pairs=tuple((plan.groups[pair.weight], plan.groups[pair.scales]) for pair in plan.pairs),
             gen_seats=self.gen_seats,
         )
 
-    def _tables(self, rows_of: Callable[..., _Columns], *args: Any) -> dict[int, TransferTable]:
-        rows: dict[int, list[_Columns]] = {stage: [] for stage in range(self.plan.train.pp)}
-        for place, columns in self._of_all_waves(rows_of, *args):
-            if self.wave is not None:
-                in_wave = columns["wave"] == self.wave
-                columns = {name: column[in_wave] for name, column in columns.items()}
-            if len(columns["peer"]):
-                columns["transfer_group"] = np.full_like(columns["peer"], place.index)
-                rows[place.transfers.pp_stage].append(columns)
-        return {stage: _table(parts) for stage, parts in rows.items()}
+    def _tables(self, legs_of: _LegsOf, *args: Any) -> dict[int, TransferTable]:
+        columns = self._of_all_waves(legs_of, *args)
+        if self.wave is not None:
+            columns = _chosen(columns, columns["wave"] == self.wave)
+        stages = np.array([transfers.pp_stage for transfers in self.plan.transfer_groups], np.int64)
+        stage = stages[columns["transfer_group"]]
+        return {number: _table(_chosen(columns, stage == number)) for number in range(self.plan.train.pp)}
 
-    def _of_all_waves(self, rows_of: Callable[..., _Columns], *args: Any) -> Iterable[tuple[RankInGroup, _Columns]]:
-        """What the rank moves in each transfer group; it is worked out once for all waves."""
-        places = self.plan.groups_of(self.world, self.rank)
+    def _of_all_waves(self, legs_of: _LegsOf, *args: Any) -> _Columns:
+        """What the rank moves, by transfer group; it is worked out once for all waves."""
         if self.wave is None:
-            return ((place, rows_of(self, place, *args)) for place in places)
-        key = rows_of, *args
+            return self._columns(legs_of, *args)
+        key = legs_of, *args
         if key not in self.expanded:
-            columns = [(place, rows_of(self, place, *args)) for place in places]
-            self.expanded[key] = columns, self.tensors, self.strided_boxes
+            self.expanded[key] = self._columns(legs_of, *args), self.tensors, self.strided_boxes
         columns, tensors, strided_boxes = self.expanded[key]
         self.tensors.update(tensors)
         self.strided_boxes.update(strided_boxes)
         return columns
 
-    def _sends(self, place: RankInGroup, piece: _End = "src") -> _Columns:
+    def _sends(self, places: _Places, piece: _End = "src") -> _Legs:
         """Sends of a training rank to generation ranks, as they lie here or ("dst") in their tensors."""
-        plan, transfers = self.plan, place.transfers
-        hop = self._first_hop(place)
-        peers = plan.rank_grids[transfers.dst][place.pattern.parts["gen"][hop.overlap], hop.dst]
-        return self._columns(place, hop.overlap, hop.src == place.replica, peers, piece, order="src")
+        hop = places.alike.first_hop(places.is_own)
+        peers = self._ranks("gen", places, places.pattern.parts["gen"][hop.overlap], hop.dst)
+        return _Legs(places, hop.overlap, hop.src == places.replica, peers, piece, order="src")
 
-    def _receives(self, place: RankInGroup, piece: _End = "dst") -> _Columns:
+    def _receives(self, places: _Places, piece: _End = "dst") -> _Legs:
         """Receives of a generation rank from training ranks, as they lie here or ("src") in their tensors."""
-        hop = self._first_hop(place, to=place.replica)
-        peers = self.plan.rank_grids[place.transfers.src][place.pattern.parts["train"][hop.overlap], hop.src]
-        return self._columns(place, hop.overlap, hop.dst == place.replica, peers, piece, order="src")
+        hop = places.alike.first_hop(places.is_own, to=places.replica)
+        peers = self._ranks("train", places, places.pattern.parts["train"][hop.overlap], hop.src)
+        return _Legs(places, hop.overlap, hop.dst == places.replica, peers, piece, order="src")
 
-    def _passes_on(self, place: RankInGroup, kind: HopKind, sends: bool) -> _Columns:
+    def _passes_on(self, places: _Places, kind: HopKind, sends: bool) -> _Legs | None:
         """What this generation rank sends to, or receives from, other replicas of its part in a later hop."""
-        transfers, replicas = place.transfers, self.plan.rank_grids[place.transfers.dst][place.part]
-        hops = self.plan.paths(transfers).later_hops(
-            transfers.first_dst_replica, np.arange(transfers.members), self._only(place)
-        )
-        for hop in hops:
+        for hop in places.alike.later_hops(places.is_own):
             if hop.kind == kind:
                 own, other = (hop.src, hop.dst) if sends else (hop.dst, hop.src)
-                chosen = hop.runs & (own == place.replica)
-                return self._columns(place, hop.overlap, chosen, replicas[other], piece="dst", order="dst")
-        return self._columns(place, *_NO_LEGS, piece="dst", order="dst")
+                chosen, peers = hop.runs & (own == places.replica), self._ranks("gen", places, places.part, other)
+                return _Legs(places, hop.overlap, chosen, peers, piece="dst", order="dst")
+        return None
 
-    def _whole(self, place: RankInGroup, replica: int | None) -> _Columns:
+    def _whole(self, places: _Places, replica: int | None) -> _Legs | None:
         """All of the rank's part, to or from the rank of another replica that holds the same; None: of no rank."""
         if replica is None:
-            return self._columns(place, *_NO_LEGS, piece="dst", order="dst")
-        overlap = np.flatnonzero(self._only(place))
-        peers = np.full((place.transfers.members, len(overlap)), replica, np.int32)
-        return self._columns(place, overlap, np.ones(peers.shape, bool), peers, piece="dst", order="dst")
+            return None
+        overlap = np.flatnonzero(places.is_own)
+        peers = np.full((len(places.alike.numbers), places.alike.members, len(overlap)), replica, np.int32)
+        return _Legs(places, overlap, np.ones(peers.shape, bool), peers, piece="dst", order="dst")
 
-    def _first_hop(self, place: RankInGroup, to: int | None = None) -> Hop:
-        members = np.arange(place.transfers.members)
-        return self.plan.first_hop(place.transfers, members, self._only(place), to)
+    def _places(self) -> list[_Places]:
+        """Its places in all transfer groups, by the first one."""
+        alike_of = {number: alike for alike in self.plan.alike for number in alike.numbers}
+        found: dict[tuple[int, int, int], list[RankInGroup]] = {}
+        for place in self.plan.groups_of(self.world, self.rank):
+            found.setdefault((id(alike_of[place.index]), place.part, place.replica), []).append(place)
+        return [_Places.of(alike_of[together[0].index], together) for together in found.values()]
 
-    def _only(self, place: RankInGroup) -> NDArray[np.bool_]:
-        return place.pattern.parts[self.world] == place.part
+    def _ranks(
+        self, world: World, places: _Places, part: NDArray[np.int64] | int, replica: NDArray[np.int64]
+    ) -> NDArray[np.int32]:
+        """The ranks of these replicas [groups, members, legs] of parts [legs], or of one part."""
+        ranks: NDArray[np.int32] = self.plan.grids(world, places.alike)[places.each_group, part, replica]
+        return ranks
 
-    def _columns(
-        self,
-        place: RankInGroup,
-        overlap: NDArray[np.int64],
-        chosen: NDArray[np.bool_],
-        peers: NDArray[np.int32],
-        piece: _End,
-        order: _End,
-    ) -> _Columns:
-        """One row for each `chosen` [members, legs] of the rank's part: the peer, and where it lies on one end.
+    def _columns(self, legs_of: _LegsOf, *args: Any) -> _Columns:
+        """One row for each transfer of the rank, by transfer group, member and leg."""
+        known = [legs for places in self._places() if (legs := legs_of(self, places, *args)) and len(legs.overlap)]
+        of_number = {number: legs for legs in known for number in legs.places.alike.numbers}
+        tensors = {number: self._tensors_of(number, of_number[number]) for number in sorted(of_number)}
+        parts = [_NO_ROWS, *(self._rows(legs, tensors) for legs in known)]
+        columns = {name: np.concatenate([part[name] for part in parts]) for name in _NO_ROWS}
+        return _chosen(columns, np.argsort(columns["transfer_group"], kind="stable"))
 
-        `overlap` [legs] is that of each leg, `peers` [members, legs]; `order` says whose memory order the extents have.
-        """
-        transfers, pattern, source = place.transfers, place.pattern, piece == "src"
-        overlaps, column_of = np.unique(overlap, return_inverse=True)
-        slot0 = transfers.src_slot if source else transfers.dst_slot
-        slots = slot0 + np.arange(transfers.members) % transfers.expert_count
-        tensor, offset = np.zeros((2, transfers.members, len(overlaps)), dtype=np.int64)
-        strided_box = np.zeros(len(overlaps), dtype=np.int64)
-        for column, index in enumerate(overlaps):
-            overlap_here = pattern.overlaps[index]
-            src, dst = pattern.ends(overlap_here)
-            local = src if source else dst
-            tensor[:, column] = self._tensor_ids(transfers, local.tensor, source)
-            slot_stride = row_major_strides(local.view)[local.slot_dim] if local.slot_dim >= 0 else 0
-            offset[:, column] = local.offset(overlap_here.region.start) + slots * slot_stride
-            box = wire_box(overlap_here.region, src if order == "src" else dst, local)
-            strided_box[column] = self.strided_boxes.setdefault(box, len(self.strided_boxes))
-        member_of, leg_of = np.nonzero(chosen)
-        overlap_of, wave = column_of[leg_of], np.zeros(len(leg_of), np.int64)
+    def _tensors_of(self, number: int, legs: _Legs) -> list[NDArray[np.int64]]:
+        """[tensors of the legs, members]: the tensors of the members of a transfer group."""
+        return [self._tensor_ids(number, tensor, legs.piece == "src") for tensor in legs.tensors]
+
+    def _rows(self, legs: _Legs, tensors: Mapping[int, Sequence[NDArray[np.int64]]]) -> _Columns:
+        """One row for each chosen leg: the peer, and where it lies; `tensors` are those of each transfer group."""
+        alike, pattern, source = legs.places.alike, legs.places.pattern, legs.piece == "src"
+        of_group = [(each.src_slot if source else each.dst_slot, each.expert_count) for each in alike.transfer_groups]
+        offset, slot_stride, tensor, box = np.zeros((4, len(legs.overlaps)), np.int64)
+        for place, (index, local) in enumerate(zip(legs.overlaps, legs.pieces, strict=True)):
+            overlap = pattern.overlaps[index]
+            offset[place] = local.offset(overlap.region.start)
+            slot_stride[place] = row_major_strides(local.view)[local.slot_dim] if local.slot_dim >= 0 else 0
+            tensor[place] = legs.tensors.index(local.tensor)
+            extents = wire_box(overlap.region, pattern.ends(overlap)[legs.order == "dst"], local)
+            box[place] = self.strided_boxes.setdefault(extents, len(self.strided_boxes))
+        group, member, leg = np.nonzero(legs.chosen)
+        first_slot, experts = np.array(of_group, np.int64)[group].T
+        column = np.searchsorted(legs.overlaps, legs.overlap)[leg]
+        wave = np.zeros(len(leg), np.int64)
         if self.plan.waves > 1:
-            waves = self.plan.paths(transfers).waves(transfers.members, self.plan.waves)
-            wave = waves[member_of, overlap[leg_of]]
+            wave = alike.paths.waves(alike.members, self.plan.waves)[member, legs.overlap[leg]]
         return {
-            "peer": peers[chosen].astype(np.int64),
-            "tensor": tensor[member_of, overlap_of],
-            "strided_box": strided_box[overlap_of],
-            "offset": offset[member_of, overlap_of],
-            "nbytes": pattern.overlap_bytes[overlaps][overlap_of],
-            "member": member_of,
+            "peer": legs.peers[legs.chosen].astype(np.int64),
+            "tensor": np.array([tensors[number] for number in alike.numbers])[group, tensor[column], member],
+            "strided_box": box[column],
+            "offset": offset[column] + (first_slot + member % experts) * slot_stride[column],
+            "nbytes": pattern.overlap_bytes[legs.overlap[leg]],
+            "transfer_group": np.array(alike.numbers, np.int64)[group],
+            "member": member,
             "wave": wave,
         }
 
@@ -321,24 +378,26 @@ class RankView(View):
             scales = self.plan.scale_patterns.get(place.index)
             block = blocks.get(place.transfers.group, (0, 0))
             for number, piece in enumerate(place.partition.pieces[place.part]):
-                tensors = self._tensor_ids(place.transfers, piece.tensor, source=True).tolist()
+                tensors = self._tensor_ids(place.index, piece.tensor, source=True).tolist()
                 scale_tensors: list[int | None] = [None] * len(tensors)
                 if scales is not None:
                     scale_piece = self.plan.patterns[scales].src.pieces[place.part][number]
-                    scale_tensors = self._tensor_ids(place.transfers, scale_piece.tensor, source=True).tolist()
+                    scale_tensors = self._tensor_ids(place.index, scale_piece.tensor, source=True).tolist()
                 for tensor, scale_tensor in zip(tensors, scale_tensors, strict=True):
                     casts[tensor] = Cast(tensor, dtypes[place.transfers.group], scale_tensor, block)
         return tuple(casts[tensor] for tensor in sorted(casts))
 
-    def _tensor_ids(self, transfers: TransferGroup, pattern: LocalTensor, source: bool) -> NDArray[np.int64]:
-        names = transfers.tensor_names(pattern, "train" if source else "gen")
-        known = self.numbers.setdefault((pattern.shape, pattern.dtype), {})
-        for name in names:
-            if name not in known:
-                tensor = LocalTensor(name, pattern.shape, pattern.dtype)
-                known[name] = self.tensors.setdefault(tensor, len(self.tensors))
-        ids = [known[name] for name in names]
-        return np.repeat(np.array(ids, dtype=np.int64), transfers.members // len(names))
+    def _tensor_ids(self, number: int, pattern: LocalTensor, source: bool) -> NDArray[np.int64]:
+        """[members] of a transfer group: the tensor of each."""
+        transfers = self.plan.transfer_groups[number]
+        first_slot = transfers.slot("train" if source else "gen", 0) if "{expert}" in pattern.name else 0
+        key = pattern, source, self.plan.layer_sets[number], first_slot, transfers.expert_count
+        if key not in self.tensor_ids:
+            names = transfers.tensor_names(pattern, "train" if source else "gen")
+            tensors = [LocalTensor(name, pattern.shape, pattern.dtype) for name in names]
+            ids = [self.tensors.setdefault(tensor, len(self.tensors)) for tensor in tensors]
+            self.tensor_ids[key] = np.repeat(np.array(ids, dtype=np.int64), transfers.members // len(names))
+        return self.tensor_ids[key]
 
     def _padding(self) -> Iterator[tuple[int, int, StridedBox]]:
         """(tensor, offset, strided box) of elements that no parameter fills, maybe several times."""
@@ -346,7 +405,7 @@ class RankView(View):
             for padding in place.partition.padding_of(place.part):
                 strides = row_major_strides(padding.tensor.shape)
                 offset = ravel(padding.box.start, padding.tensor.shape)
-                for tensor in dict.fromkeys(self._tensor_ids(place.transfers, padding.tensor, source=False).tolist()):
+                for tensor in dict.fromkeys(self._tensor_ids(place.index, padding.tensor, source=False).tolist()):
                     yield tensor, offset, StridedBox(padding.box.extents, strides)
 
 
@@ -357,9 +416,12 @@ def wire_box(region: Region, ordering: Piece, local: Piece) -> StridedBox:
     return StridedBox(tuple(region.extents[dim] for dim in kept), tuple(local.strides[dim] for dim in kept))
 
 
-def _table(parts: list[_Columns]) -> TransferTable:
-    columns: dict[str, NDArray[Any]] = {}
-    for name in (column.name for column in fields(TransferTable)):
-        values = np.concatenate([np.zeros(0, np.int64), *(part[name] for part in parts)])
-        columns[name] = values.astype(np.int64 if name in _WIDE else np.int32)
-    return TransferTable(**columns)
+def _chosen(columns: _Columns, rows: NDArray[np.bool_] | NDArray[np.int64]) -> _Columns:
+    return {name: column[rows] for name, column in columns.items()}
+
+
+def _table(columns: _Columns) -> TransferTable:
+    typed: dict[str, NDArray[Any]] = {
+        name: column.astype(np.int64 if name in _WIDE else np.int32) for name, column in columns.items()
+    }
+    return TransferTable(**typed)

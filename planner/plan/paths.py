@@ -25,7 +25,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from .balance import Ints, Row, Turns, order_within, wave_of
+from .balance import Ints, Numbers, Row, Turns, order_within, wave_of
 from .rails import Rails, exchanged, rows_on_rails, rows_that_exchange
 
 OWN_GPU, NVLINK, NIC = LINKS = 0, 1, 2  # the nearest first
@@ -99,7 +99,10 @@ def _from_domain_to_domain(domains: Ints) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """Legs of the paths of some members: each takes one overlap from one replica to another."""
+    """Legs of the paths of some members: each takes one overlap from one replica to another.
+
+    Those of several transfer groups at once are [groups, members, legs].
+    """
 
     kind: HopKind
     overlap: Ints  # [legs]
@@ -258,8 +261,8 @@ class Paths:
 
     def first_hop(
         self,
-        first_src: int,
-        first_dst: int,
+        first_src: Numbers,
+        first_dst: Numbers,
         member: Ints,
         only: NDArray[np.bool_] | None = None,
         to: int | None = None,
@@ -267,8 +270,9 @@ class Paths:
     ) -> Hop:
         """What leaves the trainer for these members; `only` [overlaps] says of which overlaps.
 
-        With `to`, legs that cannot lead to this replica are left out. `rails` are those of these replicas, if they are in
-        several domains; sites with equal keys may have others.
+        The replicas that begin may be those of several transfer groups, as [groups, 1, 1]. With `to`, legs that cannot
+        lead to this replica are left out. `rails` are those of these replicas, if they are in several domains; sites with
+        equal keys may have others.
         """
         overlap, pulls, landings = self._first_hop
         chosen = np.ones(len(overlap), bool) if only is None else only[overlap]
@@ -280,8 +284,8 @@ class Paths:
             self._exchange(src, (first_src, first_dst), member, legs, rails)
         return Hop("train", overlap[legs], src, dst, np.ones(src.shape, bool), pulls.links[pulls.row[legs]])
 
-    def _exchange(self, src: Ints, firsts: tuple[int, int], member: Ints, legs: Ints, rails: Rails) -> None:
-        """Put sources on the rails of their ends in `src` [members, legs]."""
+    def _exchange(self, src: Ints, firsts: tuple[Numbers, Numbers], member: Ints, legs: Ints, rails: Rails) -> None:
+        """Put sources on the rails of their ends in `src` [members, legs], or in that of several transfer groups."""
         overlap, pulls, landings = self._first_hop
         rows = rows_that_exchange(pulls, landings, self.overlap_bytes[overlap], rails, NIC)
         here = rows[pulls.row[legs]]
@@ -292,11 +296,12 @@ class Paths:
         every, of = np.arange(rails.members)[:, None], overlap[others]
         taken, ends = pulls.replica(firsts[0], every, others), landings.replica(firsts[1], every, others)
         src_rail, dst_rail = rails.src[self.src_parts[of], taken], rails.dst[self.dst_parts[of], ends]
-        columns = np.broadcast_arrays(taken, src_rail, dst_rail, pulls.row[others], self.overlap_bytes[of])
+        row = np.arange(np.size(firsts[0]))[:, None, None] * len(rows) + pulls.row[others]  # of each transfer group
+        columns = np.broadcast_arrays(taken, src_rail, dst_rail, row, self.overlap_bytes[of])
         taken = exchanged(*(column.reshape(-1) for column in columns)).reshape(taken.shape)
-        src[:, here] = taken[member[:, None], np.searchsorted(others, legs[here])]
+        src[..., here] = taken[..., member[:, None], np.searchsorted(others, legs[here])]
 
-    def later_hops(self, first_dst: int, member: Ints, only: NDArray[np.bool_] | None = None) -> list[Hop]:
+    def later_hops(self, first_dst: Numbers, member: Ints, only: NDArray[np.bool_] | None = None) -> list[Hop]:
         """What replicas pass on to each other for these members: between domains, then within them."""
         hops: list[Hop] = []
         if not self.passes_on:
@@ -320,7 +325,7 @@ class Paths:
             hops.append(Hop("share", self.pulled[leg], src, mates, src != mates, np.full(len(leg), NVLINK)))
         return hops
 
-    def _lander(self, first_dst: int, member: Ints, cell: Ints) -> Ints:
+    def _lander(self, first_dst: Numbers, member: Ints, cell: Ints) -> Ints:
         """Which replica of a cell gets what one leg brings for several: in the cell where that leg ends, its end."""
         leg_of, cells = self._cells
         if not len(leg_of):

@@ -158,11 +158,29 @@ def _tensor_name(tensor: LocalTensor, world: World, place: LayerPlace, slot: int
 
 @dataclass(frozen=True, slots=True)
 class AlikeTransfers:
-    """Transfer groups with the same paths and as many members. They differ in ranks, and in which replicas begin."""
+    """Transfer groups with the same paths and as many members, whose replicas are on the same rails.
+
+    They differ in ranks, and in which replicas begin. Their hops are [groups, members, legs].
+    """
 
     paths: Paths
     members: int
+    rails: Rails | None
+    numbers: list[int]  # index of each into Plan.transfer_groups
     transfer_groups: list[TransferGroup]
+
+    def first_hop(self, only: NDArray[np.bool_] | None = None, to: int | None = None) -> Hop:
+        """What leaves the trainer: see `Paths.first_hop`."""
+        first_src = np.array([each.first_src_replica for each in self.transfer_groups])[:, None, None]
+        return self.paths.first_hop(first_src, self._first_dst, np.arange(self.members), only, to, self.rails)
+
+    def later_hops(self, only: NDArray[np.bool_] | None = None) -> list[Hop]:
+        """What replicas pass on to each other: see `Paths.later_hops`."""
+        return self.paths.later_hops(self._first_dst, np.arange(self.members), only)
+
+    @property
+    def _first_dst(self) -> NDArray[np.int64]:
+        return np.array([each.first_dst_replica for each in self.transfer_groups])[:, None, None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,8 +274,13 @@ class Plan:
         pattern = self.groups[transfers.group].name_pattern
         return MemberNames(pattern, layers, transfers.experts[0], transfers.expert_count)
 
+    @cached_property
+    def names(self) -> tuple[MemberNames, ...]:
+        """Of each transfer group's parameters."""
+        return tuple(map(self.names_of, self.transfer_groups))
+
     def parameter_name(self, transfers: int, member: int) -> str:
-        return self.names_of(self.transfer_groups[transfers]).name(member)
+        return self.names[transfers].name(member)
 
     def transfers(
         self,
@@ -302,15 +325,32 @@ class Plan:
 
     @cached_property
     def alike(self) -> tuple[AlikeTransfers, ...]:
-        """The transfer groups by paths and number of members, for what depends on nothing else of them."""
-        found: dict[tuple[int, int], AlikeTransfers] = {}
-        for transfers in self.transfer_groups:
-            paths = self.paths(transfers)
-            key = id(paths), transfers.members
+        """The transfer groups by paths, number of members and rails, for what depends on nothing else of them."""
+        found: dict[tuple[int, int, bytes], AlikeTransfers] = {}
+        rails_of: dict[tuple[int, int, int], tuple[Rails | None, bytes]] = {}  # with a key
+        for number, transfers in enumerate(self.transfer_groups):
+            paths, ends = self.paths(transfers), (transfers.src, transfers.dst, transfers.members)
+            if ends not in rails_of:
+                rails = self._rails_of(transfers)
+                rails_of[ends] = rails, b"" if rails is None else rails.src.tobytes() + rails.dst.tobytes()
+            rails, rails_key = rails_of[ends]
+            key = id(paths), transfers.members, rails_key
             if key not in found:
-                found[key] = AlikeTransfers(paths, transfers.members, [])
+                found[key] = AlikeTransfers(paths, transfers.members, rails, [], [])
+            found[key].numbers.append(number)
             found[key].transfer_groups.append(transfers)
         return tuple(found.values())
+
+    def grids(self, world: World, alike: AlikeTransfers) -> NDArray[np.int32]:
+        """[groups, parts, replicas]: the ranks on one end of alike transfer groups."""
+        ends = [each.src if world == "train" else each.dst for each in alike.transfer_groups]
+        return np.stack([self.rank_grids[end] for end in ends])
+
+    @cached_property
+    def layer_sets(self) -> tuple[int, ...]:
+        """Of each transfer group, the number of its layers among all that are different; to compare them takes longer."""
+        known: dict[tuple[LayerPlace, ...], int] = {}
+        return tuple(known.setdefault(transfers.layers, len(known)) for transfers in self.transfer_groups)
 
     @cached_property
     def later_hops(self) -> tuple[HopKind, ...]:
@@ -392,12 +432,15 @@ class Plan:
         to: int | None = None,
     ) -> Hop:
         """What leaves the trainer for these members of a transfer group: see `Paths.first_hop`."""
-        rails = None
-        if self.spans_hosts:
-            (src, dst), (src_rails, dst_rails) = (transfers.src, transfers.dst), self._rails
-            rails = Rails(src_rails[self.rank_grids[src]], dst_rails[self.rank_grids[dst]], transfers.members)
-        firsts = transfers.first_src_replica, transfers.first_dst_replica
+        firsts, rails = (transfers.first_src_replica, transfers.first_dst_replica), self._rails_of(transfers)
         return self.paths(transfers).first_hop(*firsts, member, only, to, rails)
+
+    def _rails_of(self, transfers: TransferGroup) -> Rails | None:
+        """The rails of a transfer group's replicas; None where all ranks are in one domain, or may be anywhere."""
+        if not self.spans_hosts:
+            return None
+        src, dst = self._rails
+        return Rails(src[self.rank_grids[transfers.src]], dst[self.rank_grids[transfers.dst]], transfers.members)
 
     def _on_rail(self, src: NDArray[np.int32], dst: NDArray[np.int32]) -> NDArray[np.bool_] | None:
         """`Sites.on_rail` of two rank grids. It is no matter where a domain has one replica of each part."""
