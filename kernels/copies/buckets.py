@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain
 from math import prod
 from typing import NamedTuple, TypeVar
@@ -29,17 +29,18 @@ from numpy.typing import NDArray
 from mcore_reshard.kernels.errors import Waiting
 from mcore_reshard.kernels.options import ALIGNMENT
 from mcore_reshard.planner.layout.geometry import row_major_strides
-from mcore_reshard.planner.plan.schedule import Schedule, StridedBox, TransferTable
+from mcore_reshard.planner.plan.schedule import Schedule, StridedBox
 
 from .casts import CastForm, CastKinds, box_copies, itemsizes
 from .copy_table import SCRATCH, Ints, distinct, expand, expand_copies
+from .peer_table import joined_transfers
 
 _WHOLE_HALVINGS = 4  # of a pace of 128 or more; of smaller ones so many that 8 buckets are left
 
 Size = TypeVar("Size", int, NDArray[np.int64])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Bucket:
     """One message between this rank and a peer. Both ends give the buckets of a stage the same numbers.
 
@@ -53,7 +54,17 @@ class Bucket:
     copies: NDArray[np.void]
     nbytes: int  # up to the end of the last segment
     row: int  # in the stage's table: the transfer that it begins with
-    waiting: Waiting  # for whom, and for the first parameter in it
+    place: tuple[int, int] | None  # tensor, and offset there, where it is one run of bytes of it
+    schedule: Schedule
+
+    @cached_property
+    def waiting(self) -> Waiting:
+        """For whom, and for the first parameter in it."""
+        stage, schedule = self.schedule.stages[self.stage], self.schedule
+        table = stage.sends if self.sends else stage.recvs
+        peer = schedule.name_of("gen" if schedule.world == "train" else "train", self.peer)
+        parameter = schedule.parameter_name(int(table.transfer_group[self.row]), int(table.member[self.row]))
+        return Waiting(schedule.name, peer, stage.pp_stage, parameter, self.sends)
 
     def copies_at(self, base: int, offset: int) -> NDArray[np.void]:
         """Its copies for a bucket that begins `offset` bytes into base `base`."""
@@ -72,18 +83,12 @@ def cut_buckets(
     Segments have at most `segment_bytes`, by default a bucket's; with a `pace` a quarter of one, of 1 KiB or more. `schedule`
     has no problems that `bind` would find.
     """
-    cutter = _Cutter(schedule, bucket_bytes, segment_bytes or bucket_bytes, pace)
-    return tuple(
-        bucket
-        for stage, each in enumerate(schedule.stages)
-        for table, sends in ((each.sends, True), (each.recvs, False))
-        for bucket in cutter.buckets(stage, table, sends=sends)
-    )
+    return tuple(_Cutter(schedule, bucket_bytes, segment_bytes or bucket_bytes, pace).buckets())
 
 
-def pair_bytes(table: TransferTable) -> Ints:
-    """[peers, from 0 on]: bytes of the transfers with each, for `fewest_buckets`."""
-    return np.bincount(table.peer, aligned(table.nbytes)).astype(np.int64)
+def pair_bytes(pair: NDArray[np.integer], nbytes: Ints) -> Ints:
+    """[pairs, from 0 on]: bytes of the transfers of each, for `fewest_buckets`."""
+    return np.bincount(pair, aligned(nbytes)).astype(np.int64)
 
 
 def fewest_buckets(pair_bytes: Ints, bucket_bytes: int, segment_bytes: int) -> Ints:
@@ -122,7 +127,7 @@ class _SegmentCopies(NamedTuple):
 
 
 class _Cutter:
-    """Cuts whole tables at once: Python runs once for each kind of transfer, numpy for each transfer.
+    """Cuts the tables of all stages at once: Python runs once for each kind of transfer, numpy for each transfer.
 
     Transfers of a kind have one strided box, element size and cast. If blocks are cast, they also start at the same
     place of a matrix.
@@ -134,8 +139,12 @@ class _Cutter:
         self._bucket_bytes, self._segment_bytes, self._pace = bucket_bytes, segment_bytes, pace
         self._casts = CastKinds.of(schedule)
 
-    def buckets(self, stage: int, table: TransferTable, *, sends: bool) -> Iterator[Bucket]:
-        order = np.argsort(table.peer, kind="stable")
+    def buckets(self) -> Iterator[Bucket]:
+        tables, sends = self._schedule.tables, self._schedule.world == "train"
+        table, first_row = joined_transfers(tables), np.cumsum([0, *map(len, tables)])
+        peers = int(table.peer.max(initial=0)) + 1
+        pair = np.repeat(np.arange(len(tables)), np.diff(first_row)) * peers + table.peer
+        order = np.argsort(pair, kind="stable")
         tensor, offset = table.tensor[order], table.offset[order]
         itemsize = self._itemsizes[tensor]
         kinds, kind_of = distinct(
@@ -148,14 +157,14 @@ class _Cutter:
         ]
         known = [*chain.from_iterable(segments)]
         transfer, segment_of = expand(kind_of, np.array([len(of_kind) for of_kind in segments], np.int64))
-        peers = table.peer[order[transfer]]
+        pair_of = pair[order[transfer]]
         nbytes = np.array([each.nbytes for each in known], np.int64)[segment_of]
         if self._pace:
-            sums = pair_bytes(table)
+            sums = pair_bytes(pair, table.nbytes)
             counts = paced(fewest_buckets(sums[sums > 0], self._bucket_bytes, self._segment_bytes), self._pace)
-            starts, bucket_offsets = pack_evenly(peers, nbytes, counts)
+            starts, bucket_offsets = pack_evenly(pair_of, nbytes, counts)
         else:
-            starts, bucket_offsets = pack(peers, nbytes, self._bucket_bytes, self._segment_bytes)
+            starts, bucket_offsets = pack(pair_of, nbytes, self._bucket_bytes, self._segment_bytes)
 
         segment, copies = expand_copies(segment_of, [each.copies for each in known])
         local, scratch = ("src", "dst") if sends else ("dst", "src")
@@ -166,21 +175,36 @@ class _Cutter:
         copies[scratch + "_offset"] += bucket_offsets[segment]
 
         bounds = np.append(starts, len(nbytes))
-        first_copies = np.searchsorted(segment, bounds).tolist()
-        last = bounds[1:] - 1
-        bucket_nbytes = (bucket_offsets[last] + nbytes[last]).tolist()
-        rows = order[transfer[starts]].tolist()  # the first transfer in each bucket
-        numbers = np.arange(len(starts)) - np.searchsorted(peers[starts], peers[starts])
-        columns = (numbers.tolist(), peers[starts].tolist(), rows, first_copies, first_copies[1:], bucket_nbytes)
-        for number, peer, row, first, stop, size in zip(*columns, strict=False):
-            waiting = self._waiting(stage, table, row, sends=sends)
-            yield Bucket(stage, number, peer, sends, copies[first:stop], size, row, waiting)
+        first_copies, last = np.searchsorted(segment, bounds), bounds[1:] - 1
+        stages, of_peers = np.divmod(pair_of[starts], peers)
+        columns = (
+            stages,
+            np.arange(len(starts)) - np.searchsorted(pair_of[starts], pair_of[starts]),
+            of_peers,
+            bucket_offsets[last] + nbytes[last],
+            order[transfer[starts]] - first_row[stages],  # the first transfer in each bucket
+            first_copies[:-1],
+            first_copies[1:],
+        )
+        places = places_in_tensors(copies, first_copies[:-1], sends=sends)
+        rows = zip(*(column.tolist() for column in columns), places, strict=True)
+        for stage, number, peer, size, row, first, stop, place in rows:
+            yield Bucket(stage, number, peer, sends, copies[first:stop], size, row, place, self._schedule)
 
-    def _waiting(self, stage: int, table: TransferTable, row: int, *, sends: bool) -> Waiting:
-        schedule = self._schedule
-        peer = schedule.name_of("gen" if schedule.world == "train" else "train", int(table.peer[row]))
-        parameter = schedule.parameter_name(int(table.transfer_group[row]), int(table.member[row]))
-        return Waiting(schedule.name, peer, schedule.stages[stage].pp_stage, parameter, sends)
+
+def places_in_tensors(copies: NDArray[np.void], first: Ints, *, sends: bool) -> list[tuple[int, int] | None]:
+    """Of each bucket: (tensor, byte offset) if it lies in one tensor in one piece, with nothing between the segments.
+
+    `first` [buckets] says where in `copies` those of each begin.
+    """
+    local, scratch = ("src", "dst") if sends else ("dst", "src")
+    tensors, offsets, places = copies[local], copies[local + "_offset"], copies[scratch + "_offset"]
+    begin = np.repeat(first, np.diff(first, append=len(copies)))  # of each copy's bucket
+    starts = np.cumsum(copies["row_bytes"]) - copies["row_bytes"]
+    goes_on = (tensors == tensors[begin]) & (offsets - places == offsets[begin]) & (places == starts - starts[begin])
+    is_whole = np.logical_and.reduceat(goes_on & (copies["extents"] == 1).all(axis=1), first).tolist()
+    where = zip(tensors[first].tolist(), offsets[first].tolist(), strict=True)
+    return [place if whole else None for place, whole in zip(where, is_whole, strict=True)]
 
 
 @lru_cache(4096)  # the same in every wave and stage

@@ -136,7 +136,9 @@ def session_memory(
         if chains:
             by_transport["direct"] = _chained(plan, chains, options, gpus)
         else:
-            by_transport["direct"] = _direct(_each(ranks, lambda rank: rank.hops), alike, options, gpus)
+            by_transport["direct"] = _direct(
+                _each(ranks, lambda rank: [rank.pulls, *rank.hops[1:]]), alike, options, gpus
+            )
     if "nccl" in transports:
         domains = None if topology is None else shared_gpus(plan, topology, "nccl").cells
         by_transport["nccl"] = _nccl(_each(ranks, lambda rank: rank.hops), alike, options, domains, plan.waves)
@@ -171,7 +173,12 @@ class _Rank:
     def hops(self) -> list[Schedule]:
         """With the trainer; on generation ranks that pass on, what they send and receive in each later hop."""
         relays = self._view.relays() if self.schedule.world == "gen" else ()
-        return [with_other_end(self.schedule), *(end for relay in relays for end in (relay.sends, relay.receives))]
+        return [self.schedule, *(end for relay in relays for end in (relay.sends, relay.receives))]
+
+    @cached_property
+    def pulls(self) -> Schedule:
+        """With the trainer, and where that has the bytes."""
+        return with_other_end(self.schedule)
 
     @cached_property
     def chain(self) -> Chain | None:
@@ -485,10 +492,11 @@ def _auto(
     domains = {world: topology.domains(world) for world in ranks}
 
     def parts(rank: _Rank, *, near: bool) -> Schedule:
-        schedule = rank.hops[0]
+        schedule = rank.schedule
         other: World = "gen" if schedule.world == "train" else "train"
         is_near = domains[other] == domains[schedule.world][schedule.rank]
-        return schedule.with_peers(np.flatnonzero(is_near == near).tolist())
+        chosen = np.flatnonzero(is_near == near).tolist()
+        return (rank.pulls if near and not schedule.peers.isdisjoint(chosen) else schedule).with_peers(chosen)
 
     later = _each(ranks, lambda rank: rank.hops[1:])
     ends = 2 * joined

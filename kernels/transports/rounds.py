@@ -59,8 +59,8 @@ def turn_of(src: Rank, dst: Rank, ranks: int) -> Rank:
     return (dst - src) % ranks
 
 
-def turn_with(schedule: Schedule, peer: int) -> int:
-    """The `turn_of` this rank and a peer."""
+def turn_with(schedule: Schedule, peer: Any) -> Any:
+    """The `turn_of` this rank and a peer. Also of an array."""
     ranks = max(schedule.train_ranks, schedule.gen_ranks)
     return turn_of(schedule.rank, peer, ranks) if schedule.world == "train" else turn_of(peer, schedule.rank, ranks)
 

@@ -18,6 +18,7 @@ from helpers.tiles import run_tiles
 from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule, bind
+from mcore_reshard.kernels.copies.buckets import places_in_tensors
 from mcore_reshard.kernels.copies.copy_table import COPY
 from mcore_reshard.kernels.cuda.digests import digest
 from mcore_reshard.kernels.cuda.tiles import cut_tiles
@@ -32,7 +33,6 @@ from mcore_reshard.kernels.transports.nccl.staging import (
     divide_windows,
     divided_rounds,
     pair_count,
-    place_in_tensor,
     slot_bytes,
     windows_that_fit,
     with_windows,
@@ -203,14 +203,19 @@ def copies_of(*rows: tuple[int, int, int, int]) -> NDArray[np.void]:
 
 
 def test_a_bucket_is_one_run_only_where_its_bytes_are_neighbors_in_one_tensor() -> None:
-    assert place_in_tensor(copies_of((3, 64, 0, 100)), sends=True) == (3, 64)
-    assert place_in_tensor(copies_of((3, 64, 0, 32), (3, 96, 32, 48)), sends=True) == (3, 64)
-    assert place_in_tensor(copies_of((3, 64, 0, 32), (3, 112, 32, 48)), sends=True) is None  # a gap in the tensor
-    assert place_in_tensor(copies_of((3, 64, 0, 30), (3, 96, 32, 48)), sends=True) is None  # padding in the bucket
-    assert place_in_tensor(copies_of((3, 64, 0, 32), (4, 96, 32, 48)), sends=True) is None
     strided = copies_of((3, 64, 0, 32))
     strided["extents"][0, 2] = 2
-    assert place_in_tensor(strided, sends=True) is None
+    buckets = [
+        copies_of((3, 32, 0, 100)),
+        copies_of((3, 64, 0, 32), (3, 96, 32, 48)),
+        copies_of((3, 64, 0, 32), (3, 112, 32, 48)),  # a gap in the tensor
+        copies_of((3, 64, 0, 30), (3, 96, 32, 48)),  # padding in the bucket
+        copies_of((3, 64, 0, 32), (4, 96, 32, 48)),
+        strided,
+    ]
+    first = np.cumsum([0, *map(len, buckets[:-1])])
+    places = places_in_tensors(np.concatenate(buckets), first, sends=True)
+    assert places == [(3, 32), (3, 64), None, None, None, None]
 
 
 def check_delivered(transfers: list[Any], bound_schedules: list[BoundSchedule], worlds: Worlds) -> None:

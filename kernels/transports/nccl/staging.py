@@ -33,9 +33,10 @@ GPUs, replicas pass on in rounds of a stream of their own.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -217,11 +218,11 @@ class HopEnd:
         if not division.keeps_pace:
             return max(Counter((bucket.stage, bucket.peer) for bucket in self.buckets).values(), default=0)
         sizes = division.cut_sizes(self.schedule.hop_kind)
-        tables = (table for stage in self.schedule.stages for table in (stage.sends, stage.recvs))
-        return max((int(fewest_buckets(pair_bytes(table), *sizes).max(initial=0)) for table in tables), default=0)
+        pairs = [pair_bytes(table.peer, table.nbytes) for table in self.schedule.tables]
+        return max((int(fewest_buckets(nbytes, *sizes).max(initial=0)) for nbytes in pairs), default=0)
 
-    def way(self, peer: int) -> tuple[int, int]:
-        """The group ranks of the sender and the receiver of a message with a peer."""
+    def way(self, peer: Any) -> tuple[Any, Any]:
+        """The group ranks of the sender and the receiver of a message with a peer. Also of arrays."""
         own, other = self.own, self.first_peer + peer
         return (own, other) if self.sends else (other, own)
 
@@ -240,19 +241,17 @@ class Messages:
     @classmethod
     def of(cls, ends: Sequence[HopEnd], division: Division) -> Messages:
         """The messages of these ends, one end after the other."""
-        rows: list[tuple[int, ...]] = []
+        columns: list[Ints] = []
         for end in ends:
-            counts = Counter((bucket.stage, bucket.peer) for bucket in end.buckets)
-            turns = {peer: turn_with(end.schedule, peer) for _, peer in counts}
+            rows = [(each.number, each.stage, each.peer, each.nbytes) for each in end.buckets]
+            number, stage, peer, nbytes = np.array(rows, np.int64).reshape(-1, 4).T
+            _, pair, counts = np.unique(
+                stage * (peer.max(initial=0) + 1) + peer, return_inverse=True, return_counts=True
+            )
             ranks = end.schedule.gen_ranks if end.relays else 0
-            rows += [
-                (
-                    *(each.number, counts[each.stage, each.peer], turns[each.peer], each.stage, ranks, each.nbytes),
-                    *end.way(each.peer),
-                )
-                for each in end.buckets
-            ]
-        number, count, turn, stage, of_ranks, nbytes, src, dst = np.array(rows, np.int64).reshape(-1, 8).T.copy()
+            of_end = number, counts[pair], turn_with(end.schedule, peer), stage, ranks, nbytes, *end.way(peer)
+            columns.append(np.stack(np.broadcast_arrays(*of_end)))
+        number, count, turn, stage, of_ranks, nbytes, src, dst = np.concatenate(columns, axis=1)
         phase = division.phase_of(turn, stage, of_ranks)
         in_slot = aligned(message_bytes(nbytes, division.budget))
         return cls(number, count, turn, phase, in_slot, division.communicator_of(src, dst, turn))
@@ -408,20 +407,20 @@ def most_buckets(ends: Iterable[HopEnd], division: Division) -> tuple[int, int]:
 def windows_that_fit(division: Division, messages: Messages, rank: Ints | int = 0) -> Iterator[int]:
     """Numbers of windows, ascending, of which a rank's fullest round fits into a slot.
 
-    `division` knows how many buckets the pair with the most has; `rank` [messages], if they are of several.
+    `rank` [messages], if they are of several.
     """
+    return (windows for windows in _windows_to_try(division) if _fits(division, messages, windows, rank))
+
+
+def _windows_to_try(division: Division) -> list[int]:
+    """The numbers of windows, ascending; `division` knows how many buckets the pair with the most has."""
     assert division.most is not None
     most = fewest = max(1, *division.most)
     if division.keeps_streams:
         fewest = max(1, most // _MOST_OF_A_PAIR)
     elif division.keeps_pace or most < _FEW_BUCKETS:
         fewest = max(min(most, _LEAST_WINDOWS), most // 2)
-    one_stream = not division.keeps_streams and division.shared is None  # in a window
-    most_of_window = division.slot_bytes * (1 if one_stream else division.streams)
-    most_of_rank = np.bincount(np.broadcast_to(rank, messages.nbytes.shape), messages.nbytes).max(initial=0)
-    for windows in sorted({most, *(int(fewest * _GROWTH**growth) for growth in range(_GROWTHS))}):
-        if windows * most_of_window >= most_of_rank and _fits(division, messages, windows, rank):
-            yield windows
+    return sorted({most, *(int(fewest * _GROWTH**growth) for growth in range(_GROWTHS))})
 
 
 def with_windows(division: Division, fitting: Iterable[Iterable[int]]) -> Division:
@@ -443,11 +442,17 @@ def divide_windows(
     if division.keeps_pace:
         ends = [HopEnd.cut(of_rank, division, train_ranks) for of_rank in ranks]
     messages = [Messages.of(of_rank, division) for of_rank in ends]
-    return with_windows(division, [windows_that_fit(division, each) for each in messages]), ends
+    fit_all = (each for each in _windows_to_try(division) if all(_fits(division, rank, each) for rank in messages))
+    return with_windows(division, [islice(fit_all, 1)]), ends
 
 
-def _fits(division: Division, messages: Messages, windows: int, rank: Ints | int) -> bool:
+def _fits(division: Division, messages: Messages, windows: int, rank: Ints | int = 0) -> bool:
     """Whether the fullest round of so many windows fits into a slot."""
+    one_stream = not division.keeps_streams and division.shared is None  # in a window
+    most_of_window = division.slot_bytes * (1 if one_stream else division.streams)
+    most_of_rank = np.bincount(np.broadcast_to(rank, messages.nbytes.shape), messages.nbytes).max(initial=0)
+    if windows * most_of_window < most_of_rank:
+        return False
     window = messages.windows(windows)
     lane = rank * division.streams + division.stream_of(window, messages.turn, messages.communicator)
     return bool(np.bincount(lane * windows + window, messages.nbytes).max(initial=0) <= division.slot_bytes)
@@ -466,14 +471,16 @@ def divided_rounds(
     together: dict[tuple[int, ...], list[tuple[int, tuple[int, Bucket]]]] = {}
     for *place, turn, bucket in zip(*places, messages.turn.tolist(), buckets, strict=True):
         together.setdefault(tuple(place), []).append((turn, bucket))
-    communicators = division.communicators()
+    members = {
+        number: {rank: place for place, rank in enumerate(ranks)} for number, ranks in division.communicators().items()
+    }
     rounds: list[Round] = []
     on_stream: dict[int, list[int]] = {}  # the stream's rounds so far
     slots = division.budget.slots
     for (number, lane, communicator), of_round in sorted(together.items(), key=lambda each: each[0]):
         of_round.sort(key=lambda each: (each[0], each[1][1].stage, each[1][1].number))
-        members = communicators[communicator]
-        placed = _placed_messages(ends, casts, division, members, [bucket for _, bucket in of_round], in_place)
+        buckets_of_round = [bucket for _, bucket in of_round]
+        placed = _placed_messages(ends, casts, division, members[communicator], buckets_of_round, in_place)
         earlier = on_stream.setdefault(lane, [])
         after = earlier[-slots] if len(earlier) >= slots else None
         rounds.append(Round(number, lane, communicator, len(earlier) % slots, after, placed))
@@ -485,7 +492,7 @@ def _placed_messages(
     ends: Sequence[HopEnd],
     casts: Sequence[Casts],
     division: Division,
-    members: Sequence[int],
+    members: Mapping[int, int],
     buckets: Sequence[tuple[int, Bucket]],
     in_place: Sequence[Sequence[bool]],
 ) -> tuple[PlacedMessage, ...]:
@@ -496,8 +503,8 @@ def _placed_messages(
         of_end = casts[end]
         is_cast = bucket.sends and bool(of_end) and bool(np.isin(bucket.copies["src"], [*of_end]).any())
         nbytes = message_bytes(bucket.nbytes, division.budget)
-        member = members.index(ends[end].first_peer + bucket.peer)
-        place = None if checksums or is_cast else place_in_tensor(bucket.copies, sends=bucket.sends)
+        member = members[ends[end].first_peer + bucket.peer]
+        place = None if checksums or is_cast else bucket.place
         tensor, offset = place if place is not None and in_place[end][place[0]] else (None, slot_end)
         messages.append(PlacedMessage(bucket, end, member, nbytes, tensor, offset))
         if tensor is None:
@@ -508,22 +515,6 @@ def _placed_messages(
 def message_bytes(bucket_bytes: Size, budget: ScratchBudget) -> Size:
     """Bytes of a message; behind its bucket comes a digest, where buckets are checked."""
     return aligned(bucket_bytes) + DIGEST_BYTES if budget.checksums else bucket_bytes
-
-
-def place_in_tensor(copies: NDArray[np.void], *, sends: bool) -> tuple[int, int] | None:
-    """(tensor, byte offset) of a bucket that lies in one tensor in one piece, with nothing between the segments."""
-    local, scratch = ("src", "dst") if sends else ("dst", "src")
-    tensors = copies[local]
-    if tensors[0] != tensors[-1] or copies["extents"][0].max() > 1:
-        return None  # most buckets, of which there are 100,000 between many ranks
-    rows, offsets, places = copies["row_bytes"], copies[local + "_offset"], copies[scratch + "_offset"]
-    whole = len(copies) == 1 or (
-        bool((copies["extents"] == 1).all())
-        and bool((tensors == tensors[0]).all())
-        and bool((offsets - places == offsets[0]).all())
-        and np.array_equal(places, np.cumsum(rows) - rows)
-    )
-    return (int(tensors[0]), int(offsets[0])) if whole else None
 
 
 def slot_bytes(rounds: Sequence[Round]) -> dict[tuple[int, int], int]:
