@@ -18,26 +18,23 @@ def fair_rates(first: Ints, second: Ints, bandwidth: Floats, tolerance: float = 
     all use an even share: no other link limits them more. Links within `tolerance` of that freeze as well, so that a rate
     may be lower by that part; no link carries more than its bandwidth. (Bertsekas and Gallager, Data Networks, 6.5.2.)
     """
-    rates = np.empty(len(first))
-    left = bandwidth.copy()
-    flows = np.arange(len(first))
+    rates, flows, left = np.empty(len(first)), np.arange(len(first)), bandwidth.copy()
+    count = (np.bincount(first, minlength=len(left)) + np.bincount(second, minlength=len(left))).astype(np.float64)
     for filling in range(_MOST_FILLINGS if tolerance > 1e-6 else len(bandwidth) + 1):
-        count = np.bincount(first, minlength=len(left)) + np.bincount(second, minlength=len(left))
-        with np.errstate(divide="ignore", invalid="ignore"):
-            share = left / count
-        share_of_first, share_of_second = share[first], share[second]
+        share_of_first, share_of_second = left[first] / count[first], left[second] / count[second]
         rate = np.minimum(share_of_first, share_of_second)
-        limits = np.bincount(first[rate >= share_of_first * (1 - tolerance)], minlength=len(left))
-        limits += np.bincount(second[rate >= share_of_second * (1 - tolerance)], minlength=len(left))
-        full = limits == count
+        full = np.ones(len(left), bool)
+        full[first[rate < share_of_first * (1 - tolerance)]] = False
+        full[second[rate < share_of_second * (1 - tolerance)]] = False
         frozen = full[first] | full[second]
         if frozen.all() or (tolerance > 1e-6 and filling == _MOST_FILLINGS - 1):
             rates[flows] = rate
             break
-        rates[flows[frozen]] = rate[frozen]
-        left -= np.bincount(first[frozen], rate[frozen], len(left)) + np.bincount(
-            second[frozen], rate[frozen], len(left)
-        )
+        done, going = np.flatnonzero(frozen), np.flatnonzero(~frozen)
+        of_first, of_second, of_rate = first[done], second[done], rate[done]
+        rates[flows[done]] = of_rate
+        left -= np.bincount(of_first, of_rate, len(left)) + np.bincount(of_second, of_rate, len(left))
         np.maximum(left, 0.0, out=left)
-        flows, first, second = flows[~frozen], first[~frozen], second[~frozen]
+        count -= np.bincount(of_first, minlength=len(left)) + np.bincount(of_second, minlength=len(left))
+        flows, first, second = flows[going], first[going], second[going]
     return rates
