@@ -9,7 +9,7 @@
 Weights are synthetic: the tensors of the plan, with content that receivers can compute. Every method starts from
 poisoned destinations and is compared bit for bit before it is timed. Other stacks run in processes of their own, after
 ours; what cannot run is in the results with the reason. Results go to tools/results/refit-x<ranks>.json,
-relay-x<ranks>.json or refit-colocated-x<GPUs>.json, row by row.
+hosts-x<ranks>.json or refit-colocated-x<GPUs>.json, row by row.
 """
 
 from __future__ import annotations
@@ -136,6 +136,7 @@ def header(run: Run) -> dict[str, Any]:
                 "gen": case.gen,
                 "ranks": f"{case.train_ranks} -> {case.gen_ranks}",
                 "dtypes": " -> ".join(case.dtypes),
+                **({"as_hosts": True, "waves": case.plan().waves} if case.as_hosts else {}),
             }
             for case, _ in run.work
         },
@@ -226,7 +227,7 @@ def parsed(arguments: Sequence[str]) -> Run:
 def _default_out(args: argparse.Namespace, gpus: int) -> str:
     if args.colocated:
         return f"refit-colocated-x{gpus}.json"
-    return f"relay-x{args.ranks}.json" if args.as_hosts else f"refit-x{args.ranks}.json"
+    return f"hosts-x{args.ranks}.json" if args.as_hosts else f"refit-x{args.ranks}.json"
 
 
 def _work(args: argparse.Namespace, problems: list[str]) -> list[tuple[Case, tuple[Method, ...]]]:

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import zip_longest
 from threading import Condition
 
 import torch
@@ -186,7 +185,8 @@ class RelayedExecutor:
     ) -> None:
         self._first, self._roles, self._device, self._joined = first, roles, device, joined
         # Behind each other, if these bring all that a later part passes on. The device need not wait for the host then.
-        self._queues = all(isinstance(executor, Queued) for executor in first)
+        queued = [executor for executor in first if isinstance(executor, Queued)]
+        self._queued: Sequence[Queued] = queued if len(queued) == len(first) else ()
         self._progress = Progress(1)  # of the last run
         self._threads = ThreadPoolExecutor(max(1, len(roles)), thread_name_prefix="relay")
         names = {name for _, waves in self._hops for executor in waves for name in executor.name.split("+")}
@@ -242,14 +242,17 @@ class RelayedExecutor:
 
     def _begun(self, progress: Progress) -> Iterator[Executor]:
         """The executors of the first hop, each once it has begun. Where they are queued, so has the next one."""
-        lag = int(self._queues)
-        for before, executor in zip_longest([None] * lag + [*self._first], self._first):
-            if executor is not None:
+        if not self._queued:
+            for executor in self._first:
                 progress.begun.append(executor)
-                if self._queues and isinstance(executor, Queued):
-                    executor.queue()
-            if before is not None:
-                yield before
+                yield executor
+            return
+        for number, queued in enumerate(self._queued):
+            progress.begun.append(self._first[number])
+            queued.queue()
+            if number:
+                yield self._first[number - 1]
+        yield self._first[-1]
 
     def close(self) -> None:
         self._threads.shutdown(wait=False)

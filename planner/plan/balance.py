@@ -46,7 +46,7 @@ def waves_for(passed_on: int, received: int, landings: int, replicas: int, *, fa
 
     A rank has so many `landings` of what the trainer sends by NIC, on which `replicas` take turns. If a wave has few of
     them, some replicas get twice as much as others: simulated, Qwen3 4B on 32 replicas took 1.2 times as long in 16 waves
-    as in 4.
+    as in 4, with overlaps of 1 MiB.
     """
     waves = MOST_WAVES
     while waves > 1 and 2 * MOST_WAVES**2 * passed_on <= waves**2 * received:

@@ -26,10 +26,7 @@ def in_bands(overlaps: Iterable[Overlap], dst: Partition, largest: int) -> tuple
     """
     divided: list[Overlap] = []
     for overlap in _whole(overlaps):
-        region, dtype = overlap.region, dst.pieces[overlap.dst][overlap.dst_piece].tensor.dtype
-        dim = next((dim for dim, extent in enumerate(region.extents) if extent > 1), 0)  # an expert is one of its dim
-        rows = region.extents[dim] if region.extents else 1
-        bands = 1 if dtype == FP8 else min(rows, -(-region.elements * ITEMSIZE[dtype] // largest))
+        region, (dim, rows, bands) = overlap.region, _bands_of(overlap, dst, largest)
         edges = [region.start[dim] + rows * band // bands for band in range(bands + 1)] if bands > 1 else []
         for edge in pairwise(edges):
             start, stop = (
@@ -38,6 +35,19 @@ def in_bands(overlaps: Iterable[Overlap], dst: Partition, largest: int) -> tuple
             divided.append(replace(overlap, region=Region(start, stop)))
         divided += [overlap] * (bands <= 1)
     return tuple(divided)
+
+
+def band_count(overlaps: Iterable[Overlap], dst: Partition, largest: int) -> int:
+    """How many overlaps `in_bands` makes of these."""
+    return sum(max(1, _bands_of(overlap, dst, largest)[2]) for overlap in _whole(overlaps))
+
+
+def _bands_of(overlap: Overlap, dst: Partition, largest: int) -> tuple[int, int, int]:
+    """The dimension that is divided, its rows, and the number of bands."""
+    region, dtype = overlap.region, dst.pieces[overlap.dst][overlap.dst_piece].tensor.dtype
+    dim = next((dim for dim, extent in enumerate(region.extents) if extent > 1), 0)  # an expert is one of its dim
+    rows = region.extents[dim] if region.extents else 1
+    return dim, rows, 1 if dtype == FP8 else min(rows, -(-region.elements * ITEMSIZE[dtype] // largest))
 
 
 def _whole(overlaps: Iterable[Overlap]) -> Iterable[Overlap]:

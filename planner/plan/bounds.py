@@ -46,6 +46,11 @@ def require_bounded(plan: Plan) -> None:
             raise ValueError(f"a transfer group has experts {each.experts}")
         if 0 <= each.pattern < len(overlaps):
             transfers += each.members * overlaps[each.pattern]
+    require_countable(transfers)
+
+
+def require_countable(transfers: int) -> None:
+    """Raise ValueError for more transfers than any plan has."""
     if transfers > MAX_TRANSFERS:
         raise ValueError(f"it has {transfers:,} transfers, more than {MAX_TRANSFERS:,}")
 

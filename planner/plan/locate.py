@@ -2,7 +2,7 @@
 
     plan = located(plan, parse_topology("h200-8", plan.train.world, plan.gen.world))
 
-Groups, routes and cuts stay as they are; turns change, and who passes on.
+Groups, routes and parts stay as they are. Turns change, who passes on, and how finely overlaps are cut.
 """
 
 from __future__ import annotations

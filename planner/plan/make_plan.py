@@ -30,6 +30,8 @@ from mcore_reshard.planner.model.precision import (
 )
 
 from .balance import Share, first_replicas
+from .bands import band_count
+from .bounds import require_countable
 from .loads import busiest_link
 from .paths import LINKS, NIC, OWN_GPU
 from .plan import GroupCast, Overlap, Plan, Policy, QuantizedPair, TransferGroup, TransferPattern, UnplannedGroup
@@ -247,14 +249,19 @@ def balance_plan(plan: Plan, transfer_groups: list[TransferGroup], scales: Mappi
 def _cut(plan: Plan, transfer_groups: Sequence[TransferGroup], least: int) -> Plan:
     """The plan with its overlaps cut as its size asks for: to a 65,536th of its bytes, if that is `least` bytes or more.
 
-    Itself if its overlaps are cut so already.
+    Itself if its overlaps are cut so already. Raises ValueError for more transfers than any model has.
     """
     scales = {pair.scales for pair in plan.pairs}
     nbytes = sum(group.count * group.nbytes for index, group in enumerate(plan.groups) if index not in scales)
     largest = min(max(nbytes // _OVERLAPS, least), _LARGEST_OVERLAP)
+    largest_of = {each.pattern: _LARGEST_OF_EXPERTS if each.experts[1] else largest for each in transfer_groups}
     patterns = [*plan.patterns]
-    for pattern, of_experts in {(transfers.pattern, transfers.experts[1] > 0) for transfers in transfer_groups}:
-        patterns[pattern] = patterns[pattern].in_bands(_LARGEST_OF_EXPERTS if of_experts else largest)
+    bands = {
+        index: band_count(patterns[index].overlaps, patterns[index].dst, most) for index, most in largest_of.items()
+    }
+    require_countable(sum(each.members * bands[each.pattern] for each in transfer_groups))
+    for index, most in largest_of.items():
+        patterns[index] = patterns[index].in_bands(most)
     unchanged = all(new is old for new, old in zip(patterns, plan.patterns, strict=True))
     return plan if unchanged else replace(plan, patterns=tuple(patterns))
 

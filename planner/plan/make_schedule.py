@@ -330,9 +330,10 @@ class RankView(View):
         known = [legs for places in self._places() if (legs := legs_of(self, places, *args)) and len(legs.overlap)]
         of_number = {number: legs for legs in known for number in legs.places.alike.numbers}
         tensors = {number: self._tensors_of(number, of_number[number]) for number in sorted(of_number)}
-        parts = [_NO_ROWS, *(self._rows(legs, tensors) for legs in known)]
-        columns = {name: np.concatenate([part[name] for part in parts]) for name in _NO_ROWS}
-        return _chosen(columns, np.argsort(columns["transfer_group"], kind="stable"))
+        parts = [dict(_NO_ROWS), *(self._rows(legs, tensors) for legs in known)]
+        order = np.argsort(np.concatenate([part["transfer_group"] for part in parts]), kind="stable")
+        # Column by column, as there may be millions of rows.
+        return {name: np.concatenate([part.pop(name) for part in parts])[order] for name in _NO_ROWS}
 
     def _tensors_of(self, number: int, legs: _Legs) -> list[NDArray[np.int64]]:
         """[tensors of the legs, members]: the tensors of the members of a transfer group."""

@@ -67,10 +67,12 @@ class TransferPattern:
     _in_bands: dict[int, TransferPattern] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def in_bands(self, largest: int) -> TransferPattern:
-        """The pattern with overlaps of about `largest` bytes at most, as `in_bands` cuts them; itself if they are so."""
+        """The pattern with overlaps of about `largest` bytes at most, as bands.py cuts them; itself if they are so."""
         if largest not in self._in_bands:
             overlaps = in_bands(self.overlaps, self.dst, largest)
-            self._in_bands[largest] = self if overlaps == self.overlaps else replace(self, overlaps=overlaps)
+            if overlaps == self.overlaps:
+                return self
+            self._in_bands[largest] = replace(self, overlaps=overlaps)
         return self._in_bands[largest]
 
     def ends(self, overlap: Overlap) -> tuple[Piece, Piece]:

@@ -8,7 +8,7 @@ of the live ones are numbered without gaps in the plan; messages name them by th
 
     schedule = schedule_for(plan, "gen", 4, [0, 2, 3])      # of a plan that was made for any number of replicas
 
-Only ranks, turns and relays depend on the number of replicas. Groups, routes and cuts stay as they are.
+Only ranks, turns and relays depend on the number of replicas. Groups, routes and parts stay as they are.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ _EqualParts = tuple[tuple[int, ...], ...]  # parts of a destination that are the
 
 def with_replicas(plan: Plan, count: int) -> Plan:
     """The plan for `count` replicas of the plan's engine: the same as if it were planned for that mesh, digest included.
+
+    A plan of another number knows nothing of where ranks are; one of as many is returned as it is.
 
     Pure, so that every rank makes the same plan. Not proven yet: `require_proof` does that. Raises ValueError for less
     than one replica, and for another number where experts are parallel over all ranks; MeshError for too many ranks.

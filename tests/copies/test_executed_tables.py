@@ -290,12 +290,10 @@ def test_a_bucket_is_what_is_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
     (executed,) = gloo_tables(bound, LLAMA.plan())
 
     def placed(bucket: Bucket, shift: int) -> Bucket:
-        from mcore_reshard.kernels.transports.nccl.staging import place_in_tensor
-
-        place = place_in_tensor(bucket.copies, sends=True)
-        if place is None:
+        if bucket.place is None:
             return bucket
-        return PlacedMessage(bucket, 0, 0, bucket.nbytes, place[0], place[1] + shift).executed
+        tensor, offset = bucket.place
+        return PlacedMessage(bucket, 0, 0, bucket.nbytes, tensor, offset + shift).executed
 
     in_place, later = (tuple(placed(bucket, shift) for bucket in executed.buckets) for shift in (0, 2))
     assert any(len(one.copies) == 1 for one in in_place)
@@ -308,18 +306,17 @@ def test_a_bucket_is_what_is_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_run_of_bytes_may_go_through_the_weights_of_several_experts() -> None:
     """One engine rank has all experts of a layer in one tensor: nccl receives many of them in one message, without a copy."""
-    from mcore_reshard.kernels.transports.nccl.staging import PlacedMessage, place_in_tensor
+    from mcore_reshard.kernels.transports.nccl.staging import PlacedMessage
 
     plan = make_plan(parameters_from_config(load_config("tiny-qwen3-moe")), TrainMesh(), GenMesh())
     schedule = schedule_of(plan, "gen", 0)
     bound = bind(schedule, allocate(schedule))
     buckets = cut_buckets(schedule, 16 << 10)
-    places = [place_in_tensor(bucket.copies, sends=False) for bucket in buckets]
     runs = tuple(
-        bucket if place is None else PlacedMessage(bucket, 0, 0, bucket.nbytes, *place).executed
-        for bucket, place in zip(buckets, places, strict=True)
+        bucket if bucket.place is None else PlacedMessage(bucket, 0, 0, bucket.nbytes, *bucket.place).executed
+        for bucket in buckets
     )
-    through = [bucket for bucket, place in zip(buckets, places, strict=True) if place and len(bucket.copies) > 1]
+    through = [bucket for bucket in buckets if bucket.place and len(bucket.copies) > 1]
     assert len(through) > 1
     staged, moved = (ExecutedTables([(bound, [Executed(bound, buckets=each)])]) for each in (buckets, runs))
     assert moved.problems == []

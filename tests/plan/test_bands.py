@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from itertools import pairwise
 
@@ -77,6 +78,17 @@ def test_relays_between_hosts_have_finer_bands_and_no_other_plan_has() -> None:
     within_a_host = placed(near, hosts="train=a*8,gen=b*8")
     assert within_a_host.spans_hosts and "relay" not in within_a_host.later_hops
     assert within_a_host.patterns == near.patterns
+
+
+def test_more_bands_than_any_plan_has_are_refused_before_they_are_cut() -> None:
+    plan = mcore_reshard.plan("tiny-qwen3", train="tp=1", gen="tp=1")
+    pattern = next(pattern for pattern in plan.patterns if len(pattern.overlaps[0].region.start) == 2)
+    huge = replace(pattern.overlaps[0], region=Region((0, 0), (1 << 27, 1 << 20)))
+    patterns = [replace(each, overlaps=(huge,)) if each is pattern else each for each in plan.patterns]
+    begin = time.process_time()
+    with pytest.raises(ValueError, match=r"it has [0-9,]+ transfers, more than"):
+        placed(replace(plan, patterns=tuple(patterns)))
+    assert time.process_time() - begin < 1.0
 
 
 def test_what_is_placed_elsewhere_or_has_other_replicas_is_cut_anew() -> None:

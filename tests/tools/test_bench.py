@@ -66,7 +66,7 @@ def test_the_experts_alone_are_planned() -> None:
 def test_as_hosts_a_trainer_relays_between_hosts() -> None:
     run = bench_refit.parsed(["--device", "cpu", "--ranks", "4", "--as-hosts", "--workloads", "dense-one-to-many"])
     ((case, _),) = run.work
-    assert (run.out.name, case.plan().later_hops, case.plan().waves) == ("relay-x4.json", ("relay",), 32)
+    assert (run.out.name, case.plan().later_hops, case.plan().waves) == ("hosts-x4.json", ("relay",), 32)
 
 
 def test_one_run_holds_every_workload_that_its_ranks_allow() -> None:

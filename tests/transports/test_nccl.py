@@ -342,28 +342,48 @@ def test_of_several_peers_the_killed_one_is_named() -> None:
     assert all("train:0" in message or message.endswith("gave up") for _, message in told), told
 
 
-def lose_bytes(number: int, address: str) -> tuple[float, int]:
-    """The trainer is silent in a second run; what the engine holds then (one value), and the bytes that may be written."""
+def lose_bytes(number: int, address: str, environment: dict[str, str], parts: int) -> tuple[list[float], int, float]:
+    """The trainer is silent in a second run of several parts, of which the engine has queued all.
+
+    Returns what the engine holds then (one value a part), the bytes that may be written, and after how long it failed.
+    """
+    os.environ.update(environment)
     store = connected(address)
-    device_of(number)
+    device = device_of(number)
     meet(store, "ready", number, 2)
-    executor, tensors = executor_of_large(number, store.under("nccl"), (1, 1), DEADLINE_S, checksums=True)
-    for tensor in tensors.values():
-        tensor.fill_(1.0)
-    executor.run()
-    held, written = 0.0, 0
+    schedule = of(large((1, 1)), number, (1, 1))
+    held = [{local.name: torch.ones(ELEMENTS, device=device) for local in schedule.tensors} for _ in range(parts)]
+    budget = ScratchBudget(8 << 20, checksums=True)
+    bounds = [[bind(schedule, tensors)] for tensors in held]
+    executors = connect_nccl(bounds, store.under("nccl"), timeout_s=DEADLINE_S, budget=budget)
+    for executor in executors:
+        executor.run()
+    told: tuple[list[float], int, float] = [], 0, 0.0
     if number:
-        tensors["w0"].fill_(2.0)  # slots still hold 1.0
-        failure_of(executor)
-        executor.close()
-        held, written = float(tensors["w0"].unique()), executor.written_bytes
+        for tensors in held:
+            tensors["w0"].fill_(2.0)  # slots still hold 1.0
+        for executor in executors:
+            executor.queue()
+        start = time.monotonic()
+        failure_of(executors[0])
+        seconds = time.monotonic() - start
+        executors[0].close()
+        values_held = [float(tensors["w0"].unique()) for tensors in held]
+        told = values_held, sum(executor.written_bytes for executor in executors), seconds
     meet(store, "failed", number, 2)
-    executor.close()
-    return held, written
+    executors[0].close()
+    return told
 
 
-def test_what_never_came_is_not_unpacked_when_communicators_are_aborted() -> None:
-    assert values(run_ranks(2, lose_bytes, timeout_s=SPAWN_S, method="spawn"))[1] == (2.0, 0)
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("environment", [{}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}], ids=["", "one queue"])
+def test_what_never_came_is_not_unpacked_when_communicators_are_aborted(
+    environment: dict[str, str], parts: int
+) -> None:
+    _, told = values(run_ranks(2, lose_bytes, environment, parts, timeout_s=SPAWN_S, method="spawn"))
+    held, written, seconds = told
+    assert (held, written) == ([2.0] * parts, 0)
+    assert seconds < 3 * DEADLINE_S
 
 
 def silence(number: int, address: str, worlds: Worlds, patience_s: list[dict[int, float]]) -> list[Any]:

@@ -16,7 +16,7 @@ from helpers.ranks import run_ranks, store_of, values
 from test_shared_gpus import APART, MORE_HOSTS, TWO_HOSTS, gpus_of
 
 from mcore_reshard.kernels.copies.bind import bind
-from mcore_reshard.kernels.transports.nccl import connection
+from mcore_reshard.kernels.transports.nccl import connection, executor
 from mcore_reshard.kernels.transports.nccl.communicator import Payload
 from mcore_reshard.kernels.transports.nccl.connection import NcclConnection
 from mcore_reshard.kernels.transports.nccl.staging import ScratchBudget
@@ -71,6 +71,33 @@ def join(number: int, address: str, case: Case) -> tuple[Joined, list[str]]:
         for each in link.communicators
     }
     return told, [key for key in ("id/0", "id/1") if store.check([key])]
+
+
+class Refused:
+    """A connection on which no part can be prepared: its device is none of CUDA's."""
+
+    device, closed = torch.device("cpu"), True
+
+    def __init__(self, parts: Any, store: Any, **settings: Any) -> None:
+        self.ends, self.divisions = [[SimpleNamespace(buckets=(1,))] for _ in parts], [None] * len(parts)
+        self._exchange = SimpleNamespace(give_up=lambda: None)
+
+    give_up_on_error = NcclConnection.give_up_on_error
+
+
+def test_a_connection_that_failed_keeps_no_executor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each holds the connection, and the weights: they would stay until Python's collector comes."""
+    made: list[Any] = []
+
+    def refused(*args: Any, **settings: Any) -> Any:
+        made.append(Refused(*args, **settings))
+        return made[0]
+
+    monkeypatch.setattr(executor, "NcclConnection", refused)
+    monkeypatch.setattr(executor.NcclExecutor, "__init__", lambda self, *_: None)
+    with pytest.raises(ValueError, match="cuda"):
+        executor.connect_nccl([[], []], None, timeout_s=1.0)  # type: ignore[arg-type]
+    assert made[0].executors == ()
 
 
 def joined_by_all(case: Case) -> list[tuple[Joined, list[str]]]:

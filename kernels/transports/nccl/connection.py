@@ -149,6 +149,7 @@ class NcclConnection:
         try:
             yield
         except BaseException:
+            self.executors = ()  # these hold the connection, too
             self._exchange.give_up()
             if not self.closed:
                 self.closed = True
@@ -158,12 +159,12 @@ class NcclConnection:
 
     def close(self) -> None:
         """Abort all communicators and free scratch. May be called twice."""
-        self.executors = ()
         if self._closing is not None:
             self._closing.join()
         elif not self.closed:
             self.closed = True
             self._release()
+        self.executors = ()
 
     def _release(self) -> None:
         links, self.links = self.links, {}
@@ -241,10 +242,8 @@ class NcclConnection:
                     streams_of.setdefault(way, set()).update(division.streams_of(turn, number))
         waits = tuple({waiting.peer: waiting for waiting in first.values()}.values())
         division = self.divisions[0]
-        self.stream, self.notes = (
-            torch.cuda.Stream(),
-            torch.cuda.Stream(),
-        )  # torch hands out 32 in turn: the links' are others
+        # torch hands out 32 in turn: those of the links are others.
+        self.stream, self.notes = torch.cuda.Stream(), torch.cuda.Stream()
         for stream in range(division.streams):
             # NCCL's few CTAs go first where both wait for a multiprocessor: a wire that idles is lost time.
             wire = torch.cuda.Stream(priority=-1)

@@ -80,8 +80,8 @@ def connect_nccl(
 class NcclExecutor(Queued):
     """Runs the bound schedules of a part over NCCL; see `connect_nccl`.
 
-    Weights must be complete on the current stream of their device when `run` is called; when it returns, every byte has
-    landed, for all streams.
+    Weights must be complete on the current stream of their device when `queue` is called, or `run` if it was not; when `run`
+    returns, every byte has landed, for all streams.
     """
 
     name = "nccl"
@@ -118,9 +118,9 @@ class NcclExecutor(Queued):
 
     def queue(self) -> None:
         """Begin, on the device behind the parts that have been queued before. `run` then waits for the end."""
+        self.written_bytes = 0
         if self._connection.closed:
             raise SessionError(f"{self._connection.rank_name}: the nccl transport has been closed; begin a new session")
-        self.written_bytes = 0
         for clock in self._clocks:
             clock.reset()
         self._is_queued = True
@@ -146,8 +146,7 @@ class NcclExecutor(Queued):
             try:
                 yield
             except BaseException:
-                for each in self._connection.executors:
-                    each.stop_unpacking()
+                _stop_unpacking([each for each in self._connection.executors if each.forget_queued()])
                 raise
 
     def close(self) -> None:
@@ -224,24 +223,22 @@ class NcclExecutor(Queued):
                 reason = f"bucket {buckets[number].number} arrived with other bytes than it was sent with"
                 raise ChecksumError(buckets[number].waiting, reason)
 
-    def stop_unpacking(self) -> None:
-        """Leave rounds whose messages have not come as they are: an abort lets the graph go on, over stale slots.
-
-        `written_bytes` becomes what may have been written: rounds that have come, and what is received in place. Of each
-        stream two rounds may be under way, as one may have come a moment ago.
-        """
+    def forget_queued(self) -> bool:
+        """Whether the part is queued and may write something. From now on it is not."""
         was_queued, self._is_queued = self._is_queued, False
-        if not was_queued or not self.written_bytes:
-            return
-        try:
-            stream = torch.cuda.Stream()
-            for each in self._rounds:
-                for copies in each.unpacks:
-                    copies.empty(stream)
-            if not EventPoller(NOTICE_S).until(stream.record_event().query):
-                return
-        except RuntimeError:  # the device is broken
-            return
+        return was_queued and self.written_bytes > 0
+
+    def empty_unpacks(self, stream: torch.cuda.Stream) -> None:
+        """Let the graph unpack nothing more."""
+        for each in self._rounds:
+            for copies in each.unpacks:
+                copies.empty(stream)
+
+    def count_written(self) -> None:
+        """`written_bytes` becomes what may have been written: rounds that have come, and what is received in place.
+
+        Of each stream two rounds may be under way, as one may have come a moment ago.
+        """
         came = self._came.numpy() > 0
         rounds = [each.round for each in self._rounds]
         written = [placed for each, has_come in zip(rounds, came, strict=True) if has_come for placed in each.received]
@@ -369,6 +366,19 @@ class NcclExecutor(Queued):
         name_of = names_of(bound.schedule, reference.copies["src" if self._ends[end].sends else "dst"])
         self._problems += copies.problems(reference, bound.casts, addresses, name_of)
         return copies
+
+
+def _stop_unpacking(queued: Sequence[NcclExecutor]) -> None:
+    """Leave rounds whose messages have not come as they are: an abort lets the graphs go on, over stale slots."""
+    if not queued:
+        return
+    with suppress(RuntimeError):  # of a device that is broken
+        stream = torch.cuda.Stream()
+        for each in queued:
+            each.empty_unpacks(stream)
+        if EventPoller(NOTICE_S).until(stream.record_event().query):
+            for each in queued:
+                each.count_written()
 
 
 @dataclass(frozen=True, slots=True)
