@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -237,13 +237,9 @@ def _work(args: argparse.Namespace, problems: list[str]) -> list[tuple[Case, tup
         if workload.name not in (args.workloads or [workload.name]) or args.ranks < workload.least_ranks:
             continue
         case = case_of(
-            workload,
-            args.ranks,
-            train_ranks=args.train_gpus,
-            layers=args.layers,
-            model=models[workload.model],
-            as_hosts=args.as_hosts,
+            workload, args.ranks, train_ranks=args.train_gpus, layers=args.layers, model=models[workload.model]
         )
+        case = replace(case, as_hosts=args.as_hosts)
         try:
             case.plan()
         except (MeshError, ValueError) as error:

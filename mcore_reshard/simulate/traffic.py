@@ -18,6 +18,7 @@ from mcore_reshard.planner.model.parameters import ITEMSIZE
 from mcore_reshard.planner.plan.make_schedule import wire_box
 from mcore_reshard.planner.plan.paths import HopKind
 from mcore_reshard.planner.plan.plan import AlikeTransfers, Plan
+from mcore_reshard.planner.plan.schedule import World
 
 Ints = NDArray[np.int64]
 
@@ -140,9 +141,9 @@ def _shapes(plan: Plan, pattern: int, hop: int) -> Iterator[Shape]:
 
 def _hops(plan: Plan, alike: AlikeTransfers) -> Iterator[tuple[HopKind, _Legs]]:
     """The legs of each hop of alike transfer groups."""
-    parts, each = plan.patterns[alike.transfer_groups[0].pattern].parts, np.arange(len(alike.numbers))[:, None, None]
-    src, dst = plan.grids("train", alike), plan.grids("gen", alike)
+    parts = plan.patterns[alike.transfer_groups[0].pattern].parts
     for hop in (alike.first_hop(), *alike.later_hops()):
-        first, second = parts["train"][hop.overlap], parts["gen"][hop.overlap]
-        sender = src[each, first, hop.src] if hop.kind == "train" else dst[each, second, hop.src]
-        yield hop.kind, _Legs(hop.overlap, sender, dst[each, second, hop.dst], hop.runs)
+        side: World = "train" if hop.kind == "train" else "gen"
+        src = plan.ranks_of(side, alike, parts[side][hop.overlap], hop.src)
+        dst = plan.ranks_of("gen", alike, parts["gen"][hop.overlap], hop.dst)
+        yield hop.kind, _Legs(hop.overlap, src, dst, hop.runs)

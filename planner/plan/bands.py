@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def in_bands(overlaps: Iterable[Overlap], dst: Partition, largest: int) -> tuple[Overlap, ...]:
-    """The overlaps, those of more than `largest` bytes in bands of as many, to a row, of the first dimension with several rows.
+    """The overlaps. One of more than `largest` bytes is cut along its first dimension of several rows, into bands of about as many.
 
     They may be in other bands already. Those of weights with scales stay: bands might end within a block.
     """

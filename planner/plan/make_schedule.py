@@ -80,10 +80,6 @@ class _Places:
         one = places[0]
         return cls(own, one.pattern, one.part, one.replica, one.pattern.parts[one.world] == one.part)
 
-    @property
-    def each_group(self) -> NDArray[np.int64]:
-        return np.arange(len(self.alike.numbers))[:, None, None]
-
 
 @dataclass(frozen=True)
 class _Legs:
@@ -284,13 +280,13 @@ class RankView(View):
     def _sends(self, places: _Places, piece: _End = "src") -> _Legs:
         """Sends of a training rank to generation ranks, as they lie here or ("dst") in their tensors."""
         hop = places.alike.first_hop(places.is_own)
-        peers = self._ranks("gen", places, places.pattern.parts["gen"][hop.overlap], hop.dst)
+        peers = self.plan.ranks_of("gen", places.alike, places.pattern.parts["gen"][hop.overlap], hop.dst)
         return _Legs(places, hop.overlap, hop.src == places.replica, peers, piece, order="src")
 
     def _receives(self, places: _Places, piece: _End = "dst") -> _Legs:
         """Receives of a generation rank from training ranks, as they lie here or ("src") in their tensors."""
         hop = places.alike.first_hop(places.is_own, to=places.replica)
-        peers = self._ranks("train", places, places.pattern.parts["train"][hop.overlap], hop.src)
+        peers = self.plan.ranks_of("train", places.alike, places.pattern.parts["train"][hop.overlap], hop.src)
         return _Legs(places, hop.overlap, hop.dst == places.replica, peers, piece, order="src")
 
     def _passes_on(self, places: _Places, kind: HopKind, sends: bool) -> _Legs | None:
@@ -298,7 +294,8 @@ class RankView(View):
         for hop in places.alike.later_hops(places.is_own):
             if hop.kind == kind:
                 own, other = (hop.src, hop.dst) if sends else (hop.dst, hop.src)
-                chosen, peers = hop.runs & (own == places.replica), self._ranks("gen", places, places.part, other)
+                chosen = hop.runs & (own == places.replica)
+                peers = self.plan.ranks_of("gen", places.alike, places.part, other)
                 return _Legs(places, hop.overlap, chosen, peers, piece="dst", order="dst")
         return None
 
@@ -317,13 +314,6 @@ class RankView(View):
         for place in self.plan.groups_of(self.world, self.rank):
             found.setdefault((id(alike_of[place.index]), place.part, place.replica), []).append(place)
         return [_Places.of(alike_of[together[0].index], together) for together in found.values()]
-
-    def _ranks(
-        self, world: World, places: _Places, part: NDArray[np.int64] | int, replica: NDArray[np.int64]
-    ) -> NDArray[np.int32]:
-        """The ranks of these replicas [groups, members, legs] of parts [legs], or of one part."""
-        ranks: NDArray[np.int32] = self.plan.grids(world, places.alike)[places.each_group, part, replica]
-        return ranks
 
     def _columns(self, legs_of: _LegsOf, *args: Any) -> _Columns:
         """One row for each transfer of the rank, by transfer group, member and leg."""

@@ -343,10 +343,14 @@ class Plan:
             found[key].transfer_groups.append(transfers)
         return tuple(found.values())
 
-    def grids(self, world: World, alike: AlikeTransfers) -> NDArray[np.int32]:
-        """[groups, parts, replicas]: the ranks on one end of alike transfer groups."""
+    def ranks_of(
+        self, world: World, alike: AlikeTransfers, part: NDArray[np.int64] | int, replica: NDArray[np.int64]
+    ) -> NDArray[np.int32]:
+        """The ranks of these replicas [groups, members, legs] of parts [legs], or of one part, of alike transfer groups."""
         ends = [each.src if world == "train" else each.dst for each in alike.transfer_groups]
-        return np.stack([self.rank_grids[end] for end in ends])
+        grids = np.stack([self.rank_grids[end] for end in ends])
+        ranks: NDArray[np.int32] = grids[np.arange(len(ends))[:, None, None], part, replica]
+        return ranks
 
     @cached_property
     def layer_sets(self) -> tuple[int, ...]:

@@ -220,15 +220,23 @@ def large(worlds: Worlds) -> list[HandTransfer]:
     ]
 
 
-def executor_of_large(
-    number: int, store: Any, worlds: Worlds, timeout_s: float, checksums: bool = False
-) -> tuple[NcclExecutor, Any]:
+def parts_of_large(
+    number: int, store: Any, worlds: Worlds, timeout_s: float, parts: int, checksums: bool
+) -> tuple[list[NcclExecutor], list[Any]]:
     """With checksums all messages go through slots, else all are received in place."""
     device = device_of(number)
     schedule = of(large(worlds), number, worlds)
-    tensors = {local.name: torch.full((ELEMENTS,), float("nan"), device=device) for local in schedule.tensors}
+    held = [
+        {local.name: torch.full((ELEMENTS,), float("nan"), device=device) for local in schedule.tensors}
+        for _ in range(parts)
+    ]
     budget = ScratchBudget(8 << 20, checksums=checksums)
-    (executor,) = connect_nccl([[bind(schedule, tensors)]], store, timeout_s=timeout_s, budget=budget)
+    bounds = [[bind(schedule, tensors)] for tensors in held]
+    return connect_nccl(bounds, store, timeout_s=timeout_s, budget=budget), held
+
+
+def executor_of_large(number: int, store: Any, worlds: Worlds, timeout_s: float) -> tuple[NcclExecutor, Any]:
+    (executor,), (tensors,) = parts_of_large(number, store, worlds, timeout_s, 1, False)
     return executor, tensors
 
 
@@ -349,13 +357,12 @@ def lose_bytes(number: int, address: str, environment: dict[str, str], parts: in
     """
     os.environ.update(environment)
     store = connected(address)
-    device = device_of(number)
+    device_of(number)
     meet(store, "ready", number, 2)
-    schedule = of(large((1, 1)), number, (1, 1))
-    held = [{local.name: torch.ones(ELEMENTS, device=device) for local in schedule.tensors} for _ in range(parts)]
-    budget = ScratchBudget(8 << 20, checksums=True)
-    bounds = [[bind(schedule, tensors)] for tensors in held]
-    executors = connect_nccl(bounds, store.under("nccl"), timeout_s=DEADLINE_S, budget=budget)
+    executors, held = parts_of_large(number, store.under("nccl"), (1, 1), DEADLINE_S, parts, True)
+    for tensors in held:
+        for tensor in tensors.values():
+            tensor.fill_(1.0)
     for executor in executors:
         executor.run()
     told: tuple[list[float], int, float] = [], 0, 0.0

@@ -158,15 +158,7 @@ class Case:
         return plan
 
 
-def case_of(
-    workload: Workload,
-    ranks: int,
-    *,
-    train_ranks: int = 0,
-    layers: int = 0,
-    model: str = "",
-    as_hosts: bool = False,
-) -> Case:
+def case_of(workload: Workload, ranks: int, *, train_ranks: int = 0, layers: int = 0, model: str = "") -> Case:
     """`workload` on `ranks` ranks, of which `train_ranks` train (0: what the workload says, else half)."""
     train = train_ranks or workload.train_ranks or ranks // 2
     return Case(
@@ -180,5 +172,4 @@ def case_of(
         train,
         ranks - train,
         workload.dtypes,
-        as_hosts,
     )

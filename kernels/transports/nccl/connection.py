@@ -233,7 +233,8 @@ class NcclConnection:
             for end in self.ends[part]:
                 of_peers: dict[int, Waiting] = {}
                 for bucket in end.buckets:
-                    of_peers.setdefault(bucket.peer, bucket.waiting)
+                    if bucket.peer not in of_peers:
+                        of_peers[bucket.peer] = bucket.waiting
                 for peer, waiting in of_peers.items():
                     turn = turn_with(end.schedule, peer)
                     number = int(division.communicator_of(*end.way(peer), turn))

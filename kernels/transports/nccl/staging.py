@@ -409,18 +409,31 @@ def windows_that_fit(division: Division, messages: Messages, rank: Ints | int = 
 
     `rank` [messages], if they are of several.
     """
-    return (windows for windows in _windows_to_try(division) if _fits(division, messages, windows, rank))
+    tried = _windows_to_try(division, [_bytes_of_rank(messages, rank)])
+    return (windows for windows in tried if _fits(division, messages, windows, rank))
 
 
-def _windows_to_try(division: Division) -> list[int]:
-    """The numbers of windows, ascending; `division` knows how many buckets the pair with the most has."""
+def _windows_to_try(division: Division, bytes_of_ranks: Iterable[int]) -> list[int]:
+    """The numbers of windows, ascending, that have room for these bytes of ranks.
+
+    `division` knows how many buckets the pair with the most has.
+    """
     assert division.most is not None
     most = fewest = max(1, *division.most)
     if division.keeps_streams:
         fewest = max(1, most // _MOST_OF_A_PAIR)
     elif division.keeps_pace or most < _FEW_BUCKETS:
         fewest = max(min(most, _LEAST_WINDOWS), most // 2)
-    return sorted({most, *(int(fewest * _GROWTH**growth) for growth in range(_GROWTHS))})
+    one_stream = not division.keeps_streams and division.shared is None  # in a window
+    most_of_window = division.slot_bytes * (1 if one_stream else division.streams)
+    most_of_rank = max(bytes_of_ranks, default=0)
+    tried = {most, *(int(fewest * _GROWTH**growth) for growth in range(_GROWTHS))}
+    return sorted(windows for windows in tried if windows * most_of_window >= most_of_rank)
+
+
+def _bytes_of_rank(messages: Messages, rank: Ints | int = 0) -> int:
+    """Bytes of a rank's messages in slots; where they are of several, of the rank with the most."""
+    return int(np.bincount(np.broadcast_to(rank, messages.nbytes.shape), messages.nbytes).max(initial=0))
 
 
 def with_windows(division: Division, fitting: Iterable[Iterable[int]]) -> Division:
@@ -442,17 +455,13 @@ def divide_windows(
     if division.keeps_pace:
         ends = [HopEnd.cut(of_rank, division, train_ranks) for of_rank in ranks]
     messages = [Messages.of(of_rank, division) for of_rank in ends]
-    fit_all = (each for each in _windows_to_try(division) if all(_fits(division, rank, each) for rank in messages))
+    tried = _windows_to_try(division, map(_bytes_of_rank, messages))
+    fit_all = (each for each in tried if all(_fits(division, rank, each) for rank in messages))
     return with_windows(division, [islice(fit_all, 1)]), ends
 
 
 def _fits(division: Division, messages: Messages, windows: int, rank: Ints | int = 0) -> bool:
     """Whether the fullest round of so many windows fits into a slot."""
-    one_stream = not division.keeps_streams and division.shared is None  # in a window
-    most_of_window = division.slot_bytes * (1 if one_stream else division.streams)
-    most_of_rank = np.bincount(np.broadcast_to(rank, messages.nbytes.shape), messages.nbytes).max(initial=0)
-    if windows * most_of_window < most_of_rank:
-        return False
     window = messages.windows(windows)
     lane = rank * division.streams + division.stream_of(window, messages.turn, messages.communicator)
     return bool(np.bincount(lane * windows + window, messages.nbytes).max(initial=0) <= division.slot_bytes)
