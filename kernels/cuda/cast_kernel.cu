@@ -110,7 +110,8 @@ static __device__ void cast_words(const CastTile& tile) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-cast_tiles(const CastTile* __restrict__ tiles, unsigned count) {
+cast_tiles(const CastTile* __restrict__ tiles, unsigned count, const unsigned* stop) {
+    if (is_stopped(stop)) return;
     for (unsigned number = blockIdx.x; number < count; number += gridDim.x) {
         const CastTile tile = tiles[number];
         switch (tile.kind * 2 + (tile.box.word_bytes > 1)) {

@@ -126,8 +126,18 @@ static __device__ void copy_tile(const Tile& tile, u64* sums) {
     }
 }
 
+// Whether the host, whose memory `stop` is (or null), wants nothing to be copied any more.
+static __device__ bool is_stopped(const unsigned* stop) {
+    if (stop == nullptr) return false;
+    __shared__ unsigned stopped;
+    if (threadIdx.x == 0) stopped = *static_cast<const volatile unsigned*>(stop);
+    __syncthreads();
+    return stopped;
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-copy_tiles(const Tile* __restrict__ tiles, unsigned count, u64* __restrict__ sums) {
+copy_tiles(const Tile* __restrict__ tiles, unsigned count, u64* __restrict__ sums, const unsigned* stop) {
+    if (is_stopped(stop)) return;
     __shared__ Tile warp_tiles[THREADS / LANES];  // one for each warp, so that warps need not wait for each other
     constexpr unsigned PARTS = sizeof(Tile) / sizeof(uint4);
     Tile& tile = warp_tiles[threadIdx.x / LANES];

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from cuda.bindings import driver
 from cuda.core import Device, Kernel, LaunchConfig, Program, ProgramOptions, Stream, launch
 from numpy.typing import NDArray
 
@@ -92,14 +91,6 @@ class DeviceTable:
         """Queue the work on `stream`. Does not wait."""
         self._launch(stream, self._count)
 
-    def empty(self, stream: torch.cuda.Stream) -> None:
-        """Queue on `stream`: launches that begin later copy nothing, also those of graphs. For good."""
-        offset = _words_offset(self._dtype)
-        start, pitch = self._table.data_ptr() + offset, self._dtype.itemsize
-        (error,) = driver.cuMemsetD2D32Async(start, pitch, 0, 1, self._count, driver.CUstream(stream.cuda_stream))
-        if error != driver.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(f"a table on the device could not be emptied: {error}")
-
     def _launch(self, stream: torch.cuda.Stream, count: int) -> None:
         arguments = (self._table.data_ptr(), np.uint32(count), *self._arguments)
         launch(Stream.from_handle(stream.cuda_stream), self._config, self._kernel, *arguments)
@@ -119,13 +110,15 @@ class DeviceCopies(DeviceTable):
         *,
         checksums: bool = False,
         own_gpu: bool = False,  # whether all sources lie on `device`
+        stop: torch.Tensor | None = None,  # see DeviceGather
         defines: tuple[tuple[str, int], ...] = (),
     ) -> None:
         assert tiles.dtype == TILE
         self._copy_of = tiles["copy"]
         self._sums = torch.zeros(len(tiles) if checksums else 0, CHECKSUMS, dtype=torch.int64, device=device)
         macros = (("CHECKSUMS", int(checksums)), ("OWN_GPU", int(own_gpu)), *defines)
-        super().__init__(tiles, device, shape, "copy_tiles", macros=macros, arguments=(self._sums.data_ptr(),))
+        arguments = (self._sums.data_ptr(), _address(stop))
+        super().__init__(tiles, device, shape, "copy_tiles", macros=macros, arguments=arguments)
         with torch.cuda.device(device):
             self.damaged()  # the first call loads kernels of torch
 
@@ -157,20 +150,27 @@ def device_scales(casts: Casts, tensors: Sequence[torch.Tensor], device: torch.d
 
 
 class DeviceGather:
-    """Copies on the GPU, some of which may cast. Every kind of work takes one launch."""
+    """Copies on the GPU, some of which may cast. Every kind of work takes one launch.
 
-    def __init__(self, tables: GatherTables, device: torch.device, shape: KernelShape) -> None:
+    Once `stop` (int32 [1], pinned) is not 0, launches that begin copy nothing, also those of graphs: the host needs no stream
+    for that, which may have to wait for others. Not for copies that compute scales.
+    """
+
+    def __init__(
+        self, tables: GatherTables, device: torch.device, shape: KernelShape, stop: torch.Tensor | None = None
+    ) -> None:
+        assert stop is None or not len(tables.scales) + len(tables.blocks)
         self._parts: dict[str, DeviceTable] = {}  # in the order in which they are walked
         of_blocks = KernelShape(shape.ctas, _BLOCK_THREADS, batch=MOST_ELEMENTS // _BLOCK_THREADS // 8)
-        for name, table, kernel, of_kernel in (
-            ("scales", tables.scales, "block_scales", _SCALE_SHAPE),
-            ("blocks", tables.blocks, "cast_blocks", of_blocks),
-            ("cast", tables.cast, "cast_tiles", shape),
+        for name, table, kernel, of_kernel, arguments in (
+            ("scales", tables.scales, "block_scales", _SCALE_SHAPE, ()),
+            ("blocks", tables.blocks, "cast_blocks", of_blocks, ()),
+            ("cast", tables.cast, "cast_tiles", shape, (_address(stop),)),
         ):
             if len(table):
-                self._parts[name] = DeviceTable(table, device, of_kernel, kernel)
+                self._parts[name] = DeviceTable(table, device, of_kernel, kernel, arguments=arguments)
         if len(tables.plain):
-            self._parts["plain"] = DeviceCopies(tables.plain, device, shape)
+            self._parts["plain"] = DeviceCopies(tables.plain, device, shape, stop=stop)
 
     @property
     def nbytes(self) -> int:
@@ -207,22 +207,13 @@ class DeviceGather:
             if name != "scales":
                 part.launch(stream)
 
-    def empty(self, stream: torch.cuda.Stream) -> None:
-        """Queue on `stream`: launches that begin later copy nothing. For good. Not for one that computes scales."""
-        assert not {"scales", "blocks"} & self._parts.keys()
-        for part in self._parts.values():
-            part.empty(stream)
-
     def _read_back(self, name: str, dtype: np.dtype[np.void]) -> NDArray[np.void]:
         part = self._parts.get(name)
         return np.empty(0, dtype) if part is None else part.read_back()
 
 
-def _words_offset(tile: np.dtype[np.void]) -> int:
-    """Where a tile, TILE or CAST_TILE, says how many words it has."""
-    assert TILE.fields is not None and CAST_TILE.fields is not None
-    box = 0 if tile == TILE else CAST_TILE.fields["box"][1]
-    return box + TILE.fields["words"][1]
+def _address(stop: torch.Tensor | None) -> int:
+    return 0 if stop is None else stop.data_ptr()
 
 
 @cache

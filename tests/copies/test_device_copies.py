@@ -117,3 +117,19 @@ def test_shapes_that_no_kernel_has_are_refused() -> None:
 
 def test_an_empty_table_is_nothing_to_do() -> None:
     assert launched(np.empty(0, COPY), [torch.zeros(1, device="cuda")], checksums=True).tolist() == []
+
+
+def test_what_is_launched_begins_only_while_the_host_has_not_stopped_it() -> None:
+    copies = np.array([(0, 1, 0, 0, (1, 1, 1), (0, 0, 0), (0, 0, 0), 4096)], COPY)
+    source, target = (torch.full((4096,), value, dtype=torch.uint8, device="cuda") for value in (1, POISON))
+    tiles = cut_tiles(copies, np.array([source.data_ptr(), target.data_ptr()], np.uint64), 1024)
+    stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    kernel = device_copies.DeviceCopies(tiles, torch.device("cuda", 0), stop=stop)
+    stream = torch.cuda.current_stream()
+    kernel.launch(stream)
+    assert torch.equal(target, source)
+    target.fill_(POISON)
+    torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]  # what is queued begins after the host has stopped it
+    kernel.launch(stream)
+    stop.fill_(1)
+    assert (target == POISON).all()

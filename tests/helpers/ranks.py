@@ -120,7 +120,10 @@ def run_ranks(
         straggler.join()
     store.close()
     hung = sorted(rank for rank, _ in processes.values())
-    assert not hung, f"ranks {hung} were still running after {timeout_s} s"
+    errors = {
+        rank: outcome.error for rank, outcome in enumerate(outcomes) if outcome.error
+    }  # others may wait for these
+    assert not hung, f"ranks {hung} were still running after {timeout_s} s; errors of others: {errors}"
     return outcomes
 
 

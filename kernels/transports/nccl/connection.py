@@ -8,6 +8,7 @@ one that it will unpack.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 Waits = tuple[Waiting, ...]  # what is awaited of each peer, the first due first
 _WARM_BYTES = 16
 _UNIQUE_ID_BYTES = 128
+_STOP_S = 1e-3  # until kernels that begin see what the host wrote
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,7 @@ class NcclConnection:
         # transports may be at work on the caller's stream.
         self.stream: torch.cuda.Stream
         self.notes: torch.cuda.Stream
+        self.stop: torch.Tensor | None = None  # of everything that is unpacked: see DeviceGather
         self.slots: dict[tuple[int, int], PlainBuffer] = {}
         self._graphs: list[tuple[torch.cuda.CUDAGraph, torch.cuda.Event]] = []
         self.ends: list[list[HopEnd]] = []  # of each part
@@ -112,11 +115,18 @@ class NcclConnection:
 
         for place, nbytes in slot_bytes([each for part in rounds for each in part]).items():
             self.slots[place] = PlainBuffer(nbytes)
+        self.stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         self._connect()
 
     def keep(self, graph: torch.cuda.CUDAGraph, done: torch.cuda.Event) -> None:
         """Keep a graph of messages until the end. `done` is recorded behind each launch."""
         self._graphs.append((graph, done))
+
+    def stop_unpacking(self) -> None:
+        """Leave rounds whose messages have not come as they are: an abort lets graphs go on, over stale slots."""
+        if self.stop is not None:
+            self.stop.fill_(1)
+            time.sleep(_STOP_S)
 
     def settle(self, communicator: NcclCommunicator, where: Waits) -> None:
         """Wait until the last start of a communicator has been handed to the device."""

@@ -33,7 +33,7 @@ from mcore_reshard.kernels.copies.read_back import Executed
 from mcore_reshard.kernels.copies.tensors import byte_view
 from mcore_reshard.kernels.cuda.digests import digest
 from mcore_reshard.kernels.errors import ChecksumError, SessionError, Waiting
-from mcore_reshard.kernels.rendezvous.polling import NOTICE_S, EventPoller
+from mcore_reshard.kernels.rendezvous.polling import EventPoller
 from mcore_reshard.kernels.rendezvous.store_keys import StoreKeys
 from mcore_reshard.kernels.transports.base import Queued, StageClock, StageReport, merge_reports
 
@@ -146,7 +146,9 @@ class NcclExecutor(Queued):
             try:
                 yield
             except BaseException:
-                _stop_unpacking([each for each in self._connection.executors if each.forget_queued()])
+                self._connection.stop_unpacking()
+                for each in self._connection.executors:
+                    each.count_written()
                 raise
 
     def close(self) -> None:
@@ -223,22 +225,15 @@ class NcclExecutor(Queued):
                 reason = f"bucket {buckets[number].number} arrived with other bytes than it was sent with"
                 raise ChecksumError(buckets[number].waiting, reason)
 
-    def forget_queued(self) -> bool:
-        """Whether the part is queued and may write something. From now on it is not."""
-        was_queued, self._is_queued = self._is_queued, False
-        return was_queued and self.written_bytes > 0
-
-    def empty_unpacks(self, stream: torch.cuda.Stream) -> None:
-        """Let the graph unpack nothing more."""
-        for each in self._rounds:
-            for copies in each.unpacks:
-                copies.empty(stream)
-
     def count_written(self) -> None:
-        """`written_bytes` becomes what may have been written: rounds that have come, and what is received in place.
+        """After a failure, `written_bytes` of a part that is queued becomes what may have been written: rounds that have
+        come, and what is received in place. The part is not queued any more.
 
         Of each stream two rounds may be under way, as one may have come a moment ago.
         """
+        was_queued, self._is_queued = self._is_queued, False
+        if not was_queued or not self.written_bytes:
+            return
         came = self._came.numpy() > 0
         rounds = [each.round for each in self._rounds]
         written = [placed for each, has_come in zip(rounds, came, strict=True) if has_come for placed in each.received]
@@ -331,8 +326,11 @@ class NcclExecutor(Queued):
         for each in self._planned:
             slot = self._connection.slots[each.stream, each.slot].tensor
             packs, unpacks = (
-                [self._bind_copies(each, end, slot, copy_ctas) for end in self._ends_with_copies(each, sends=sends)]
-                for sends in (True, False)
+                [
+                    self._bind_copies(each, end, slot, copy_ctas, stop)
+                    for end in self._ends_with_copies(each, sends=sends)
+                ]
+                for sends, stop in ((True, None), (False, self._connection.stop))
             )
             payloads: list[Payload] = []
             for placed in each.placed_messages:
@@ -348,7 +346,9 @@ class NcclExecutor(Queued):
     def _ends_with_copies(self, each: Round, *, sends: bool) -> list[int]:
         return sorted({placed.end for placed in each.staged if placed.bucket.sends == sends})
 
-    def _bind_copies(self, each: Round, end: int, slot: torch.Tensor, copy_ctas: int) -> DeviceGather:
+    def _bind_copies(
+        self, each: Round, end: int, slot: torch.Tensor, copy_ctas: int, stop: torch.Tensor | None
+    ) -> DeviceGather:
         """The copies of an end in a round, on the device. Notes problems of what was read back from there."""
         from mcore_reshard.kernels.cuda.cast_tiles import cut_gather
         from mcore_reshard.kernels.cuda.copy_kernel import DeviceGather, KernelShape
@@ -359,26 +359,13 @@ class NcclExecutor(Queued):
         addresses = [tensor.data_ptr() for tensor in bound.tensors]
         bases = np.array([*addresses, slot.data_ptr()], np.uint64)
         tables = cut_gather(each.copies(end), bases, bound.casts, DEFAULT_TILE_BYTES)
-        copies = DeviceGather(tables, self._connection.device, KernelShape(ctas=copy_ctas))
+        copies = DeviceGather(tables, self._connection.device, KernelShape(ctas=copy_ctas), stop)
         staged = [placed.bucket for placed in each.staged_of(end)]
         begins = [slot.data_ptr() + placed.offset for placed in each.staged_of(end)]
         reference = PlacedCopies.of_buckets(staged, addresses, begins)
         name_of = names_of(bound.schedule, reference.copies["src" if self._ends[end].sends else "dst"])
         self._problems += copies.problems(reference, bound.casts, addresses, name_of)
         return copies
-
-
-def _stop_unpacking(queued: Sequence[NcclExecutor]) -> None:
-    """Leave rounds whose messages have not come as they are: an abort lets the graphs go on, over stale slots."""
-    if not queued:
-        return
-    with suppress(RuntimeError):  # of a device that is broken
-        stream = torch.cuda.Stream()
-        for each in queued:
-            each.empty_unpacks(stream)
-        if EventPoller(NOTICE_S).until(stream.record_event().query):
-            for each in queued:
-                each.count_written()
 
 
 @dataclass(frozen=True, slots=True)
