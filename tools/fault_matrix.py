@@ -51,7 +51,8 @@ def row(cell: Cell, verdict: Verdict, seconds: float) -> dict[str, Any]:
         "transport": cell.transport,
         "replica_ranks": cell.replica_ranks,
         **({"commit": "staged"} if cell.staged else {}),
-        **({"pair": True} if cell.pair else {}),
+        **({"train_ranks": 1} if cell.train_ranks == 1 else {}),
+        **({"replicas": 1} if cell.replicas == 1 else {}),
         "committed": verdict.committed,
         "known_s": verdict.known_s,
         "recovered_s": verdict.recovered_s,
@@ -96,7 +97,7 @@ def late_cells(before: dict[str, Any], chosen: Sequence[Cell]) -> list[int]:
 
 
 def _shown(each: dict[str, Any]) -> list[Any]:
-    names = ("phase", "fault", "victim", "seat", "transport", "replica_ranks", "commit", "pair")
+    names = ("phase", "fault", "victim", "seat", "transport", "replica_ranks", "commit", "train_ranks", "replicas")
     return [each.get(name) for name in names]
 
 
@@ -104,8 +105,8 @@ def run_all(
     chosen: Sequence[Cell], jobs: int, save: Callable[[list[dict[str, Any]]], None] = lambda rows: None
 ) -> list[dict[str, Any]]:
     """Run all cells, `jobs` of them at a time; rows in the order of `chosen`. `save` gets those that there are already."""
-    for ranks, pair in sorted({(cell.replica_ranks, cell.pair) for cell in chosen}):
-        plan_of(ranks, pair)  # once, for all processes
+    for ranks in sorted({cell.ranks for cell in chosen}):
+        plan_of(*ranks)  # once, for all processes
     LOGS.mkdir(parents=True, exist_ok=True)
     order = [*enumerate(chosen)]
     random.Random(1).shuffle(order)  # long and short cells beside each other

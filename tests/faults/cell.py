@@ -56,7 +56,7 @@ def live_replicas(cell: Cell) -> tuple[int, ...]:
     """Those that a session must have in the end."""
     dies = (cell.fault == "kill" or cell.phase == "closing") and not cell.restarts
     lost = int(cell.victim.partition(":")[2]) // cell.replica_ranks if dies and cell.victim.startswith("gen:") else None
-    return tuple(replica for replica in ((0,) if cell.pair else (0, 1)) if replica != lost)
+    return tuple(replica for replica in range(cell.replicas) if replica != lost)
 
 
 def takes_part(cell: Cell, seat: str) -> bool:

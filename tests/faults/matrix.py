@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from itertools import cycle
 
 TRAIN, GEN = ("train:0", "train:1"), ("gen:0", "gen:1")
-PAIR = ("train:0", "gen:0")
 STORE = "store"
 DEADLINE_S = 4.0
 PAUSES_S = {"freeze, short": 0.4 * DEADLINE_S, "freeze, long": DEADLINE_S + 2.5}
@@ -72,7 +71,8 @@ class Cell:
     replica_ranks: int = 1
     staged: bool = False
     seat: str = ""  # that is in the phase when the store breaks
-    pair: bool = False  # one training rank and one generation rank, instead of two and two
+    train_ranks: int = 2
+    replicas: int = 2  # with one training rank, one passes on to the other
 
     @property
     def at(self) -> str:
@@ -82,7 +82,12 @@ class Cell:
     @property
     def seats(self) -> list[str]:
         """All ranks of the session."""
-        return [*PAIR] if self.pair else [*TRAIN, *(f"gen:{rank}" for rank in range(2 * self.replica_ranks))]
+        return [*TRAIN[: self.train_ranks], *(f"gen:{rank}" for rank in range(self.replicas * self.replica_ranks))]
+
+    @property
+    def ranks(self) -> tuple[int, int, int]:
+        """What its plan depends on."""
+        return self.replica_ranks, self.train_ranks, self.replicas
 
     @property
     def preparing(self) -> bool:
@@ -97,12 +102,14 @@ class Cell:
     def restarts(self) -> bool:
         """Whether a new process takes the victim's seat."""
         dies = self.fault == "kill" or self.phase == "closing"
-        return dies and (self.victim.startswith("train:") or self.preparing or self.pair)
+        return dies and (self.victim.startswith("train:") or self.preparing or self.replicas == 1)
 
     def __str__(self) -> str:
         ranks = f", replicas of {self.replica_ranks}" if self.replica_ranks > 1 else ", staged" if self.staged else ""
         moment = f"{self.phase}{f' of {self.seat}' if self.seat else ''}"
-        return f"{self.fault} of {self.victim}, {moment}, {self.transport}{ranks}{', two ranks' if self.pair else ''}"
+        if self.train_ranks == 1:
+            ranks += ", one to one" if self.replicas == 1 else ", one to two"
+        return f"{self.fault} of {self.victim}, {moment}, {self.transport}{ranks}"
 
 
 def cells(transport: str = "gloo") -> list[Cell]:
@@ -111,7 +118,7 @@ def cells(transport: str = "gloo") -> list[Cell]:
     if transport == "golden":
         found = [cell for cell in found if cell.phase not in (*_BULK, "before reads", *PREPARING)]
     else:
-        found += [*_cells_of_larger_replicas(transport), *_staged_cells(transport)]
+        found += [*_cells_of_larger_replicas(transport), *_staged_cells(transport), *_cells_of_a_relay(transport)]
     return [*dict.fromkeys(found)]
 
 
@@ -145,6 +152,18 @@ def _cells_of_larger_replicas(transport: str) -> Iterator[Cell]:
     for phase in ("middle bucket", "voted"):
         yield Cell(phase, "freeze, long", "gen:3", transport, replica_ranks=2)
         yield Cell(phase, "interrupt", "gen:2", transport, replica_ranks=2)
+
+
+def _cells_of_a_relay(transport: str) -> Iterator[Cell]:
+    """Where replicas get half of everything from each other, in waves."""
+    seats = TRAIN[:1] + GEN
+    turn = cycle(seats)
+    for phase in ("connecting", *_BULK[:3], "before the vote", "recovering"):
+        for fault in ("kill", "freeze, long", "interrupt"):
+            victims = seats if phase == "middle bucket" or (fault == "kill" and phase in _BULK) else (next(turn),)
+            yield from (Cell(phase, fault, victim, transport, train_ranks=1) for victim in victims)
+    for fault in ("freeze, short", *_PEER_SOCKETS):
+        yield Cell("middle bucket", fault, next(turn), transport, train_ranks=1)
 
 
 def _staged_cells(transport: str) -> Iterator[Cell]:
@@ -182,5 +201,7 @@ SMOKE = (
     Cell("before reads", "interrupt", "gen:1"),
     Cell("middle bucket", "kill", "gen:1", replica_ranks=2),
     Cell("in load_weights", "kill", "gen:1", staged=True),
-    Cell("middle bucket", "kill", "gen:0", pair=True),
+    Cell("middle bucket", "kill", "gen:0", train_ranks=1, replicas=1),
+    Cell("middle bucket", "kill", "gen:0", train_ranks=1),
+    Cell("middle bucket", "freeze, long", "gen:1", train_ranks=1),
 )

@@ -24,10 +24,9 @@ _SHAPE = (48, 64)
 
 
 @cache
-def plan_of(replica_ranks: int, pair: bool = False) -> Plan:
-    """Two training ranks and two replicas, or one and one; a padded vocabulary; lm_head is on the misc route."""
-    train, gen = ("tp=1", "tp=1") if pair else ("tp=2", f"tp={replica_ranks},dp=2")
-    case = Case("tiny-llama", train, gen, changes=(("vocab_size", 250),))
+def plan_of(replica_ranks: int, train_ranks: int = 2, replicas: int = 2) -> Plan:
+    """A padded vocabulary; lm_head is on the misc route."""
+    case = Case("tiny-llama", f"tp={train_ranks}", f"tp={replica_ranks},dp={replicas}", changes=(("vocab_size", 250),))
     plan = case.plan()
     heads = transfer_groups_of(plan, Role.LM_HEAD)
     (group,) = {plan.transfer_groups[i].group for i in heads}

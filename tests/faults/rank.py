@@ -67,7 +67,7 @@ class Member:
         world, _, rank = self.seat.partition(":")
         self.train = world == "train"
         self.weights = Weights(
-            plan_of(self.cell.replica_ranks, self.cell.pair),
+            plan_of(*self.cell.ranks),
             "train" if self.train else "gen",
             int(rank),
             golden=self.cell.transport == "golden",
@@ -179,7 +179,9 @@ class Member:
         self._step("set up", lambda: self.refit(1))
         if self.cell.phase != "recovering":
             return 2
-        self.breaks_first = self.seat == ("gen:0" if self.cell.pair or self.cell.victim == "gen:1" else "gen:1")
+        self.breaks_first = self.seat == (
+            "gen:0" if self.cell.replicas == 1 or self.cell.victim == "gen:1" else "gen:1"
+        )
         self._step("failure", lambda: self.refit(2))
         return 3
 

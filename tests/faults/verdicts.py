@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from .cell import Observed, live_replicas, takes_part
 from .matrix import DEADLINE_S, PAUSES_S, STORE, Cell
+from .model import plan_of
 from .rank import RECOVERED, Step
 
 KNOWN_S = 3.0  # for all to know that a process has died, or has said why it failed
@@ -110,6 +111,8 @@ def _went_on(seen: Observed, process: str) -> bool:
 
 
 def _false_states(seen: Observed, *, is_alarm: bool) -> Iterator[str]:
+    # In a relay on GPUs, nccl receives small buckets in place, and direct pushes along a chain: something may have come.
+    lands_unseen = bool(plan_of(*seen.cell.ranks).later_hops) and seen.cell.transport in ("nccl", "direct")
     for process, steps in seen.steps.items():
         for step in steps:
             if step.state is None or not process.startswith("gen:"):
@@ -122,7 +125,7 @@ def _false_states(seen: Observed, *, is_alarm: bool) -> Iterator[str]:
             if kind == "mixed":
                 holds_old = step.held == (version or 0)
                 holds_new = step.held is not None and step.held == arriving and share < 1.0
-                if is_alarm and (holds_old or holds_new):
+                if is_alarm and (holds_old or holds_new) and not lands_unseen:
                     yield f"{process} after {step.name}: {_state(step)}, and it holds all of version {step.held}"
             elif not is_alarm and step.held != (version or 0):
                 yield f"{process} after {step.name}: {_state(step)}, and it holds {_held(step)}"
@@ -136,12 +139,18 @@ def _wrong(seen: Observed) -> Iterator[str]:
 
 
 def _unnamed(seen: Observed) -> Iterator[str]:
-    """Errors of survivors that do not say who is to blame: the victim's seat, or the address of the store."""
-    culprit = seen.address if seen.cell.victim == STORE else seen.cell.victim
+    """Errors of survivors that do not say who is to blame: the victim's seat, or the address of the store.
+
+    A replica that passes on has a name of its own for that: relay:0 is gen:0.
+    """
+    culprits = (
+        {seen.address} if seen.cell.victim == STORE else {seen.cell.victim, seen.cell.victim.replace("gen:", "relay:")}
+    )
     for process, step in _survivors(seen):
         # Some training ranks may recover, with RECOVERED, before others have begun the version that met the fault.
         met_recovery = step.kind == "VersionError" and f"{RECOVERED} on " in (step.error or "")
-        if step.error is not None and culprit not in step.error and not met_recovery:
+        is_named = any(culprit in (step.error or "") for culprit in culprits)
+        if step.error is not None and not is_named and not met_recovery:
             yield f"{process} was told {step.kind}: {step.error:.200}"
 
 

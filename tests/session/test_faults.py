@@ -35,12 +35,14 @@ def test_the_matrix_has_every_phase_fault_and_victim() -> None:
     assert {cell.victim for cell in found} == {"train:0", "train:1", "gen:0", "gen:1", "gen:2", "gen:3", STORE}
     assert len(set(found)) == len(found)
     kills = {(cell.phase, cell.victim) for cell in found if cell.fault == "kill" and cell.replica_ranks == 1}
+    assert [plan_of(*ranks).later_hops for ranks in ((1, 2, 2), (1, 1, 2))] == [(), ("relay",)]
     assert kills == {(phase, victim) for phase, victims in PHASES.items() for victim in victims}
 
 
-@pytest.mark.parametrize(("replica_ranks", "pair"), [(1, False), (2, False), (1, True)])
-def test_bytes_tell_their_version(replica_ranks: int, pair: bool) -> None:
-    weights = Weights(plan_of(replica_ranks, pair), "gen", 0 if pair else 1)
+@pytest.mark.parametrize("ranks", [(1, 2, 2), (2, 2, 2), (1, 1, 1), (1, 1, 2)])
+def test_bytes_tell_their_version(ranks: tuple[int, int, int]) -> None:
+    *_, replicas = ranks
+    weights = Weights(plan_of(*ranks), "gen", replicas - 1)
     assert weights.schedule.padding and weights.names
     assert weights.held() == 0
     for version in (1, 2):

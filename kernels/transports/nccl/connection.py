@@ -295,7 +295,8 @@ class NcclConnection:
         """The error for what is past its deadline. It names a peer that does not wait itself."""
         reason = f"nothing within {self.timeout_s:g} s"
         waits = [Failure.of(self.rank_name, DeadlineError(waiting, reason)) for waiting in where]
-        failure = self._exchange.blame(f"run-{self.runs}", waits)
+        refit = -(-self.runs // len(self._parts))  # ranks may be in different parts of it; 0: they connect
+        failure = self._exchange.blame(f"refit-{refit}", waits)
         first = [waiting for waiting in where if seat_of(waiting.peer) == failure.peer]
         others = [waiting for waiting in where if seat_of(waiting.peer) != failure.peer]
         if not first:
