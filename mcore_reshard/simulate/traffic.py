@@ -103,9 +103,9 @@ def _traffic(plan: Plan, of_groups: list[tuple[AlikeTransfers, _Legs]], hop: int
         if pattern not in of_pattern:
             known = [shapes.setdefault(shape, len(shapes)) for shape in _shapes(plan, pattern, hop)]
             of_pattern[pattern] = np.array(known, np.int32)
-        wave = alike.paths.waves(alike.members, plan.waves)[:, legs.overlap]
-        shape = np.broadcast_to(of_pattern[pattern][legs.overlap], wave.shape)
-        for index, src, dst, taken in zip(alike.numbers, legs.src, legs.dst, legs.runs, strict=True):
+        waves = alike.waves(plan.waves)[..., legs.overlap]
+        shape = np.broadcast_to(of_pattern[pattern][legs.overlap], waves.shape[1:])
+        for index, wave, src, dst, taken in zip(alike.numbers, waves, legs.src, legs.dst, legs.runs, strict=True):
             place = wave * stages + plan.transfer_groups[index].pp_stage
             keys[index] = ((place * ranks[0] + src) * ranks[1] + dst)[taken]
             rows[index] = shape[taken]

@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 Numbers = Ints | int
 MOST_WAVES = 16  # of a relay; more overlap better, and every wave takes some words between all ranks
+WAVE_LAGS = 16
 _LANDINGS_IN_A_WAVE = 12  # of a rank, at least, if so many replicas take turns
 _FIRSTS_TRIED = 64  # evenly spaced; with more replicas, neighboring ones hardly differ
 
@@ -58,21 +59,25 @@ def waves_for(passed_on: int, received: int, landings: int, replicas: int, *, fa
     return waves
 
 
-def wave_of(members: int, pairs: Ints, waves: int) -> Ints:
+def wave_of(members: int, pairs: Ints, waves: int, lag: int = WAVE_LAGS // 2) -> Ints:
     """The wave of every overlap of every member [members, overlaps] of a transfer group.
 
     Overlaps with equal `pairs` [overlaps] are of the same two parts. Each two parts have work in all waves, or in as
     many as they have overlaps; a single one is in the middle, where all hops are under way:
 
-        members          0  1  2  3  4  5  6  7  8  9
-        of four waves    0  0  1  1  1  2  2  3  3  3
+        members              0  1  2  3  4  5  6  7  8  9
+        of four waves        0  0  1  1  1  2  2  3  3  3
+
+    Where there are fewer overlaps than waves, transfer groups with other lags, from 0 to 15, are in other waves:
+
+        three members, of eight waves    lag 0    0  2  5        lag 8    1  4  6        lag 15    2  5  7
 
     Waves are even. A smaller last one, which is passed on alone, would make all others larger than what the trainer sends
     meanwhile; where NICs of the engine are as busy as the trainer's, this takes longer.
     """
     of_pair = np.bincount(pairs, minlength=1)[pairs]
-    place, places = 2 * (np.arange(members)[:, None] * of_pair + order_within(pairs)) + 1, 2 * members * of_pair
-    return waves * place // places  # integers: all ranks must agree
+    place = WAVE_LAGS * (np.arange(members)[:, None] * of_pair + order_within(pairs)) + lag
+    return waves * place // (WAVE_LAGS * members * of_pair)  # integers: all ranks must agree
 
 
 def stride_of(turns: Ints, replicas: Numbers) -> Ints:

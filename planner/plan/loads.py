@@ -35,8 +35,8 @@ def loads_of(plan: Plan) -> Loads:
             [(each.src, each.dst, each.first_src_replica, each.first_dst_replica) for each in alike.transfer_groups]
         ).T
         for load, turns, grids, firsts, moved in (
-            (sent, paths.pulls, src, first_src, paths.pulled_bytes(members, 1)),
-            (received, paths.landings, dst, first_dst, paths.landed_bytes(members, 1)),
+            (sent, paths.pulls, src, first_src, paths.pulled_bytes(members)),
+            (received, paths.landings, dst, first_dst, paths.landed_bytes(members)),
         ):
             ranks = np.stack([turns.ranks(plan.rank_grids[grid]) for grid in grids.tolist()])
             _add(load, turns.links[:, None], ranks, rolled(moved, turns.sizes, firsts))

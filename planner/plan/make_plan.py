@@ -286,16 +286,17 @@ def _balanced(
     landing: list[Share] = []
     passes_on = any(alike.paths.passes_on for alike in plan.alike)
     waves = plan.waves if plan.spans_hosts else 1
-    kept: dict[tuple[int, int, int], Share] = {}
+    kept: dict[tuple[int, int, int, int], Share] = {}
     for transfers in transfer_groups:
         paths, members = plan.paths(transfers), transfers.members
         ends = [(sending, paths.pulls, transfers.src, paths.pulled_bytes)]
         if passes_on:
             ends.append((landing, paths.landings, transfers.dst, paths.landed_bytes))
         for shares, turns, grid, count in ends:
-            key = id(turns), members, grid
+            lag = transfers.wave_lag if waves > 1 else 0
+            key = id(turns), members, grid, lag
             if key not in kept:
-                cost = count(members, waves) * cost_of_link[turns.links][:, None]
+                cost = count(members, waves, lag) * cost_of_link[turns.links][:, None]
                 kept[key] = Share(turns.ranks(plan.rank_grids[grid]), turns.sizes, cost, members, grid)
             shares.append(kept[key])
     firsts = zip(

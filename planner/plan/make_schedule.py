@@ -346,7 +346,7 @@ class RankView(View):
         column = np.searchsorted(legs.overlaps, legs.overlap)[leg]
         wave = np.zeros(len(leg), np.int64)
         if self.plan.waves > 1:
-            wave = alike.paths.waves(alike.members, self.plan.waves)[member, legs.overlap[leg]]
+            wave = alike.waves(self.plan.waves)[group, member, legs.overlap[leg]]
         return {
             "peer": legs.peers[legs.chosen].astype(np.int64),
             "tensor": np.array([tensors[number] for number in alike.numbers])[group, tensor[column], member],

@@ -150,10 +150,10 @@ class Paths:
         straight = np.bincount(self.pulled, minlength=len(self.src_parts))
         return np.asarray(self.sites.dst_gpus.shape[1] - straight, np.int64)
 
-    def waves(self, members: int, waves: int) -> Ints:
+    def waves(self, members: int, waves: int, lag: int) -> Ints:
         """[members, overlaps]: in which of `waves` waves each overlap moves, through all its hops."""
         pairs = self.src_parts * len(self.sites.dst_gpus) + self.dst_parts
-        return self._keep((3, members, waves), lambda: wave_of(members, pairs, waves))
+        return self._keep((3, members, waves, lag), lambda: wave_of(members, pairs, waves, lag))
 
     @property
     def relays(self) -> bool:
@@ -334,16 +334,16 @@ class Paths:
         root, lander = self.landings.replica(first_dst, member, leg_of[cell]), cells.replica(first_dst, member, cell)
         return np.where(self._cell_of(part, root) == self._cell_of(part, lander), root, lander)
 
-    def pulled_bytes(self, members: int, waves: int) -> Ints:
+    def pulled_bytes(self, members: int, waves: int = 1, lag: int = 0) -> Ints:
         """Bytes that each replica of a row of `pulls` sends if the first one begins, as [waves, rows, widest]."""
-        return self._keep((0, members, waves), lambda: self._moved_bytes(self.pulls, members, waves))
+        return self._keep((0, members, waves, lag), lambda: self._moved_bytes(self.pulls, members, waves, lag))
 
-    def landed_bytes(self, members: int, waves: int) -> Ints:
+    def landed_bytes(self, members: int, waves: int = 1, lag: int = 0) -> Ints:
         """Bytes that each replica of a row of `landings` gets from the trainer if the first one begins; in the same form."""
-        return self._keep((1, members, waves), lambda: self._moved_bytes(self.landings, members, waves))
+        return self._keep((1, members, waves, lag), lambda: self._moved_bytes(self.landings, members, waves, lag))
 
-    def _moved_bytes(self, turns: Turns, members: int, waves: int) -> Ints:
-        return turns.nbytes(self.waves(members, waves), waves, self.pulled, self.overlap_bytes)
+    def _moved_bytes(self, turns: Turns, members: int, waves: int, lag: int) -> Ints:
+        return turns.nbytes(self.waves(members, waves, lag), waves, self.pulled, self.overlap_bytes)
 
     def passed_bytes(self, members: int, first_dst: int) -> Ints:
         """Bytes that replicas pass on, as [2, links, parts, replicas]: what each sends, and what it gets from others."""

@@ -28,7 +28,7 @@ from mcore_reshard.planner.model.name_patterns import fill
 from mcore_reshard.planner.model.parameters import ITEMSIZE, ParameterGroup
 from mcore_reshard.planner.topology.topology import Topology
 
-from .balance import waves_for
+from .balance import WAVE_LAGS, waves_for
 from .bands import in_bands
 from .loads import Loads, loads_of
 from .paths import NIC, Hop, HopKind, Paths, Sites
@@ -127,6 +127,14 @@ class TransferGroup:
     def members(self) -> int:
         return len(self.layers) * self.expert_count
 
+    @property
+    def wave_lag(self) -> int:
+        """See `wave_of`. Groups that share a rank have other experts, another stage, or other parameters."""
+        steps = (
+            158 * self.experts[0] + 106 * self.pp_stage + 187 * self.group
+        )  # of 256: irrational shares, but whole numbers
+        return steps % 256 * WAVE_LAGS // 256
+
     def member(self, layer: int | None, expert: int | None) -> int | None:
         """The number of the member that is this layer and expert; None where the group does not carry it."""
         number = -1 if layer is None else layer
@@ -179,6 +187,10 @@ class AlikeTransfers:
     def later_hops(self, only: NDArray[np.bool_] | None = None) -> list[Hop]:
         """What replicas pass on to each other: see `Paths.later_hops`."""
         return self.paths.later_hops(self._first_dst, np.arange(self.members), only)
+
+    def waves(self, waves: int) -> NDArray[np.int64]:
+        """[groups, members, overlaps]: see `Paths.waves`."""
+        return np.stack([self.paths.waves(self.members, waves, each.wave_lag) for each in self.transfer_groups])
 
     @property
     def _first_dst(self) -> NDArray[np.int64]:

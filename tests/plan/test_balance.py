@@ -6,6 +6,7 @@ from math import gcd, lcm
 
 import numpy as np
 import pytest
+from helpers.plans import Case
 
 from mcore_reshard.planner.plan.balance import (
     Row,
@@ -17,6 +18,7 @@ from mcore_reshard.planner.plan.balance import (
     wave_of,
     waves_for,
 )
+from mcore_reshard.planner.plan.make_schedule import schedule_of
 
 MEMBERS = np.arange(4)
 
@@ -96,6 +98,22 @@ def test_the_example_of_waves() -> None:
 def test_a_single_overlap_is_in_the_middle_and_those_of_one_tensor_are_spread() -> None:
     assert wave_of(1, ONE, 8).tolist() == [[4]]
     assert wave_of(1, np.zeros(10, np.int64), 4).tolist() == [[0, 0, 1, 1, 1, 2, 2, 3, 3, 3]]
+
+
+def test_the_example_of_lags() -> None:
+    found = {lag: wave_of(3, ONE, 8, lag).reshape(-1).tolist() for lag in (0, 8, 15)}
+    assert found == {0: [0, 2, 5], 8: [1, 4, 6], 15: [2, 5, 7]}
+
+
+def test_groups_with_fewer_overlaps_than_waves_fill_all_waves_together() -> None:
+    """Experts of 12 layers a stage: without lags all stages would be in the same 12 of 32 waves."""
+    plan = Case("qwen3-30b-a3b", "tp=2,pp=4,dp=8,ep=16", "tp=4,dp=24,ep=96", machine="h200-8").plan()
+    assert plan.waves == 32
+    for world, rank in (("gen", 50), ("train", 5)):
+        moved = np.zeros(plan.waves)
+        for table in schedule_of(plan, world, rank).tables:
+            np.add.at(moved, table.wave, table.nbytes)
+        assert moved.max() < 1.25 * moved.mean()
 
 
 def test_every_two_parts_have_work_in_all_waves() -> None:
