@@ -171,16 +171,21 @@ class StoreExchange:
             failure = left.pop()
             if failure.error == "DeadlineError" and self.store.check([f"{occasion}/{failure.peer}"]):
                 continue
-            if not failure.peer or not self.store.check([stuck := f"{occasion}/stuck/{failure.peer}"]):
+            if not failure.peer or not self.waits(occasion, failure.peer):
                 return failure
             if failure.peer in followed:
                 continue
             followed.add(failure.peer)
             with suppress(SessionError):  # a malformed chain ends here; this rank's own error matters more
+                stuck = f"{occasion}/stuck/{failure.peer}"
                 said = self.store.get(stuck, writer=seat_of(failure.peer))
                 chain = parse_stored(stuck, said, lambda value: [*map(Failure.from_json, value)])
                 left += chain[::-1]
         return waits[0]  # all wait for each other
+
+    def waits(self, occasion: str, seat: str) -> bool:
+        """Whether a rank has said at `blame` that it waits past its deadline."""
+        return self.store.check([f"{occasion}/stuck/{seat}"])
 
     def give_up(self) -> None:
         """Tell the others that this rank moves nothing any more."""

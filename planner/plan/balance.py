@@ -22,7 +22,7 @@ evens out every wave: a wave has a few members of each group, which must not lan
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import lcm
@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 Numbers = Ints | int
 MOST_WAVES = 16  # of a relay; more overlap better, and every wave takes some words between all ranks
-WAVE_LAGS = 16
+WAVE_LAGS = 8
 _LANDINGS_IN_A_WAVE = 12  # of a rank, at least, if so many replicas take turns
 _FIRSTS_TRIED = 64  # evenly spaced; with more replicas, neighboring ones hardly differ
 
@@ -68,9 +68,9 @@ def wave_of(members: int, pairs: Ints, waves: int, lag: int = WAVE_LAGS // 2) ->
         members              0  1  2  3  4  5  6  7  8  9
         of four waves        0  0  1  1  1  2  2  3  3  3
 
-    Where there are fewer overlaps than waves, transfer groups with other lags, from 0 to 15, are in other waves:
+    Where there are fewer overlaps than waves, transfer groups with other lags, from 0 to 7, are in other waves:
 
-        three members, of eight waves    lag 0    0  2  5        lag 8    1  4  6        lag 15    2  5  7
+        three members, of eight waves    lag 0    0  2  5        lag 4    1  4  6        lag 7    2  5  7
 
     Waves are even. A smaller last one, which is passed on alone, would make all others larger than what the trainer sends
     meanwhile; where NICs of the engine are as busy as the trainer's, this takes longer.
@@ -152,20 +152,22 @@ class Turns:
     def nbytes(self, wave: Ints, waves: int, overlap: Ints, overlap_bytes: Ints) -> Ints:
         """Bytes that each replica of a row moves in each of `waves` if `first` is 0, as [waves, rows, widest].
 
-        `wave` [members, overlaps], `overlap` [turns] is that of each turn.
+        `wave` [members, overlaps], `overlap` [turns] is that of each turn, ascending.
         """
-        moved = np.zeros((waves, *self.replicas.shape), np.int64)
-        members, overlaps = wave.shape
-        member = np.arange(min(self.period, members))  # later members repeat these
-        alike = wave * len(member) + (np.arange(members) % len(member))[:, None]
-        counts = np.bincount(
-            (alike * overlaps + np.arange(overlaps)).reshape(-1), minlength=waves * len(member) * overlaps
-        )
-        repeats = counts.reshape(waves, len(member), overlaps)
-        place = self._moved_on(member[:, None]) % self.sizes[self.row]
-        nbytes = repeats[:, :, overlap] * overlap_bytes[overlap]
-        np.add.at(moved, (np.arange(waves)[:, None, None], self.row, place), nbytes)
-        return moved
+        (members, overlaps), (rows, widest) = wave.shape, self.replicas.shape
+        period = min(self.period, members)  # later members repeat the first ones
+        alike = (wave * period + (np.arange(members) % period)[:, None]) * overlaps + np.arange(overlaps)
+        counts = np.bincount(alike.reshape(-1))
+        found = np.flatnonzero(counts)
+        first_turn = np.searchsorted(overlap, np.arange(overlaps + 1))
+        turns = np.diff(first_turn)[found % overlaps]
+        each = np.repeat(np.arange(len(found)), turns)
+        turn = first_turn[found % overlaps][each] + np.arange(len(each)) - np.repeat(np.cumsum(turns) - turns, turns)
+        of_wave, member = np.divmod(found[each] // overlaps, period)
+        place = (of_wave * rows + self.row[turn]) * widest + self._moved_on(member, turn) % self.sizes[self.row[turn]]
+        nbytes = (counts[found] * overlap_bytes[found % overlaps])[each]
+        moved = np.bincount(place, nbytes, minlength=waves * rows * widest)  # exact up to 2**53
+        return moved.astype(np.int64).reshape(waves, rows, widest)
 
     def ranks(self, grid: NDArray[np.int32]) -> NDArray[np.int32]:
         """The ranks of the rows [rows, widest]; `grid` [parts, replicas] has those of the parts."""
@@ -263,15 +265,25 @@ def _least_busy_first(load: Ints, sizes: Ints, cost: Ints) -> int:
     """
     width = cost.shape[-1]
     firsts = np.arange(0, width, max(1, width // _FIRSTS_TRIED))
-    busy, added = _small(load), _small(cost)
-    peaks, shared = np.zeros((2, len(cost), len(firsts)), np.int64)
-    for size in np.unique(sizes).tolist():  # as `rolled` by all firsts at once
+    peaks = np.zeros((len(cost), len(firsts)), np.int64)
+    for own_load, own_cost in _turned(firsts, sizes, load, cost):
+        peaks = np.maximum(peaks, (own_cost + own_load).max(axis=(1, 3)))
+    total = peaks.sum(axis=0)
+    firsts = firsts[total == total.min()]
+    if len(firsts) == 1:
+        return int(firsts[0])
+    shared = np.zeros(len(firsts), np.int64)
+    for own_busy, own_added in _turned(firsts, sizes, _small(load), _small(cost)):
+        shared += (own_added * own_busy).sum(axis=(0, 1, 3))
+    return int(firsts[shared.argmin()])
+
+
+def _turned(firsts: Ints, sizes: Ints, load: Ints, cost: Ints) -> Iterator[tuple[Ints, Ints]]:
+    """Of the rows of each size, `load` [waves, rows, 1, size], and `cost` [waves, rows, firsts, size] as `rolled` by each."""
+    for size in np.unique(sizes).tolist():
         turned = (np.arange(size) - firsts[:, None]) % size
-        own_load, own_busy, own_cost, own_added = (each[:, sizes == size, :size] for each in (load, busy, cost, added))
-        peaks = np.maximum(peaks, (own_cost[:, :, turned] + own_load[:, :, None]).max(axis=(1, 3)))
-        shared += (own_added[:, :, turned] * own_busy[:, :, None]).sum(axis=(1, 3))
-    peaks, shared = peaks.sum(axis=0), shared.sum(axis=0)
-    return int(firsts[np.lexsort((shared, peaks))[0]])
+        own_load, own_cost = (each[:, sizes == size, :size] for each in (load, cost))
+        yield own_load[:, :, None], own_cost[:, :, turned]
 
 
 def _small(nbytes: Ints) -> Ints:

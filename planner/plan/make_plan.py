@@ -293,7 +293,7 @@ def _balanced(
         if passes_on:
             ends.append((landing, paths.landings, transfers.dst, paths.landed_bytes))
         for shares, turns, grid, count in ends:
-            lag = transfers.wave_lag if waves > 1 else 0
+            lag = plan.wave_lag(transfers) if waves > 1 else 0
             key = id(turns), members, grid, lag
             if key not in kept:
                 cost = count(members, waves, lag) * cost_of_link[turns.links][:, None]

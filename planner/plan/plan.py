@@ -127,14 +127,6 @@ class TransferGroup:
     def members(self) -> int:
         return len(self.layers) * self.expert_count
 
-    @property
-    def wave_lag(self) -> int:
-        """See `wave_of`. Groups that share a rank have other experts, another stage, or other parameters."""
-        steps = (
-            158 * self.experts[0] + 106 * self.pp_stage + 187 * self.group
-        )  # of 256: irrational shares, but whole numbers
-        return steps % 256 * WAVE_LAGS // 256
-
     def member(self, layer: int | None, expert: int | None) -> int | None:
         """The number of the member that is this layer and expert; None where the group does not carry it."""
         number = -1 if layer is None else layer
@@ -178,6 +170,7 @@ class AlikeTransfers:
     rails: Rails | None
     numbers: list[int]  # index of each into Plan.transfer_groups
     transfer_groups: list[TransferGroup]
+    lags: list[int]  # of their waves
 
     def first_hop(self, only: NDArray[np.bool_] | None = None, to: int | None = None) -> Hop:
         """What leaves the trainer: see `Paths.first_hop`."""
@@ -190,7 +183,7 @@ class AlikeTransfers:
 
     def waves(self, waves: int) -> NDArray[np.int64]:
         """[groups, members, overlaps]: see `Paths.waves`."""
-        return np.stack([self.paths.waves(self.members, waves, each.wave_lag) for each in self.transfer_groups])
+        return np.stack([self.paths.waves(self.members, waves, lag) for lag in self.lags])
 
     @property
     def _first_dst(self) -> NDArray[np.int64]:
@@ -350,10 +343,27 @@ class Plan:
             rails, rails_key = rails_of[ends]
             key = id(paths), transfers.members, rails_key
             if key not in found:
-                found[key] = AlikeTransfers(paths, transfers.members, rails, [], [])
+                found[key] = AlikeTransfers(paths, transfers.members, rails, [], [], [])
             found[key].numbers.append(number)
             found[key].transfer_groups.append(transfers)
+            found[key].lags.append(self.wave_lag(transfers))
         return tuple(found.values())
+
+    def wave_lag(self, transfers: TransferGroup) -> int:
+        """See `wave_of`. Transfer groups that share a rank have other experts, another stage, or other parameters.
+
+        Scales move with their weight.
+        """
+        group = self._weight_of.get(transfers.group, transfers.group)
+        steps = (
+            158 * transfers.experts[0] + 106 * transfers.pp_stage + 187 * group
+        )  # of 256; irrational shares, rounded
+        return steps % 256 * WAVE_LAGS // 256
+
+    @cached_property
+    def _weight_of(self) -> dict[int, int]:
+        """The group of the weight, of each group of scales."""
+        return {pair.scales: pair.weight for pair in self.pairs}
 
     def ranks_of(
         self, world: World, alike: AlikeTransfers, part: NDArray[np.int64] | int, replica: NDArray[np.int64]

@@ -97,6 +97,7 @@ class NcclConnection:
         # transports may be at work on the caller's stream.
         self.stream: torch.cuda.Stream
         self.notes: torch.cuda.Stream
+        self._first_due: Waits = ()  # of each peer
         self.stop: torch.Tensor | None = None  # of everything that is unpacked: see DeviceGather
         self.slots: dict[tuple[int, int], PlainBuffer] = {}
         self._graphs: list[tuple[torch.cuda.CUDAGraph, torch.cuda.Event]] = []
@@ -146,9 +147,13 @@ class NcclConnection:
         def look(waited_s: float) -> None:
             if who := self._exchange.who_gave_up():  # asked first: NCCL may only report what that does to it
                 raise PeerLostError(where()[0], f"{who} gave up")
+            due = where()
+            peers = {waiting.peer for waiting in due}
+            # A connection may fail that is of none of these.
+            everyone = *due, *(waiting for waiting in self._first_due if waiting.peer not in peers)
             for link in self.links.values():
                 for communicator in link.communicators.values():
-                    communicator.is_idle(where())
+                    communicator.is_idle(everyone)
 
         if not poller.until(check, look=look, progress=lambda: id(where())):
             raise self._overdue(where())
@@ -251,7 +256,7 @@ class NcclConnection:
                     way = number, members[number].index(end.first_peer + peer), end.sends
                     first.setdefault(way, waiting)
                     streams_of.setdefault(way, set()).update(division.streams_of(turn, number))
-        waits = tuple({waiting.peer: waiting for waiting in first.values()}.values())
+        waits = self._first_due = tuple({waiting.peer: waiting for waiting in first.values()}.values())
         division = self.divisions[0]
         # torch hands out 32 in turn: those of the links are others.
         self.stream, self.notes = torch.cuda.Stream(), torch.cuda.Stream()
@@ -292,15 +297,18 @@ class NcclConnection:
         self.wait(has_happened, lambda: where, EventPoller(self.timeout_s))
 
     def _overdue(self, where: Waits) -> DeadlineError:
-        """The error for what is past its deadline. It names a peer that does not wait itself."""
+        """The error for what is past its deadline. It names peers that do not wait themselves."""
         reason = f"nothing within {self.timeout_s:g} s"
         waits = [Failure.of(self.rank_name, DeadlineError(waiting, reason)) for waiting in where]
         refit = -(-self.runs // len(self._parts))  # ranks may be in different parts of it; 0: they connect
-        failure = self._exchange.blame(f"refit-{refit}", waits)
+        failure = self._exchange.blame(occasion := f"refit-{refit}", waits)
         first = [waiting for waiting in where if seat_of(waiting.peer) == failure.peer]
         others = [waiting for waiting in where if seat_of(waiting.peer) != failure.peer]
+        silent = [waiting.peer for waiting in where if not self._exchange.waits(occasion, seat_of(waiting.peer))]
         if not first:
             reason += f", as {failure}"
+        elif len(silent) > 1:
+            reason += f"; it may be any of {', '.join(silent)}"
         return first_of([DeadlineError(waiting, reason) for waiting in (*first, *others)])
 
 
