@@ -293,10 +293,10 @@ def _balanced(
         if passes_on:
             ends.append((landing, paths.landings, transfers.dst, paths.landed_bytes))
         for shares, turns, grid, count in ends:
-            lag = plan.wave_lag(transfers) if waves > 1 else 0
-            key = id(turns), members, grid, lag
+            nbytes = count(members, waves, plan.wave_lag(transfers))  # kept by the paths
+            key = id(turns), id(nbytes), members, grid
             if key not in kept:
-                cost = count(members, waves, lag) * cost_of_link[turns.links][:, None]
+                cost = nbytes * cost_of_link[turns.links][:, None]
                 kept[key] = Share(turns.ranks(plan.rank_grids[grid]), turns.sizes, cost, members, grid)
             shares.append(kept[key])
     firsts = zip(

@@ -75,9 +75,7 @@ class _Places:
     @classmethod
     def of(cls, alike: AlikeTransfers, places: Sequence[RankInGroup]) -> _Places:
         """Of some of the transfer groups that are alike."""
-        numbers, transfer_groups = [place.index for place in places], [place.transfers for place in places]
-        own = replace(alike, numbers=numbers, transfer_groups=transfer_groups)
-        one = places[0]
+        own, one = alike.only([place.index for place in places]), places[0]
         return cls(own, one.pattern, one.part, one.replica, one.pattern.parts[one.world] == one.part)
 
 

@@ -153,7 +153,7 @@ class Paths:
     def waves(self, members: int, waves: int, lag: int) -> Ints:
         """[members, overlaps]: in which of `waves` waves each overlap moves, through all its hops."""
         pairs = self.src_parts * len(self.sites.dst_gpus) + self.dst_parts
-        return self._keep((3, members, waves, lag), lambda: wave_of(members, pairs, waves, lag))
+        return self._keep_by_wave(3, members, waves, lag, lambda: wave_of(members, pairs, waves, lag))
 
     @property
     def relays(self) -> bool:
@@ -336,11 +336,11 @@ class Paths:
 
     def pulled_bytes(self, members: int, waves: int = 1, lag: int = 0) -> Ints:
         """Bytes that each replica of a row of `pulls` sends if the first one begins, as [waves, rows, widest]."""
-        return self._keep((0, members, waves, lag), lambda: self._moved_bytes(self.pulls, members, waves, lag))
+        return self._keep_by_wave(0, members, waves, lag, lambda: self._moved_bytes(self.pulls, members, waves, lag))
 
     def landed_bytes(self, members: int, waves: int = 1, lag: int = 0) -> Ints:
         """Bytes that each replica of a row of `landings` gets from the trainer if the first one begins; in the same form."""
-        return self._keep((1, members, waves, lag), lambda: self._moved_bytes(self.landings, members, waves, lag))
+        return self._keep_by_wave(1, members, waves, lag, lambda: self._moved_bytes(self.landings, members, waves, lag))
 
     def _moved_bytes(self, turns: Turns, members: int, waves: int, lag: int) -> Ints:
         return turns.nbytes(self.waves(members, waves, lag), waves, self.pulled, self.overlap_bytes)
@@ -360,6 +360,10 @@ class Paths:
             return passed
 
         return self._keep((2, members, first_dst % period), count)
+
+    def _keep_by_wave(self, kind: int, members: int, waves: int, lag: int, count: Callable[[], Ints]) -> Ints:
+        """As `_keep`, for what no lag changes where waves have equally many members."""
+        return self._keep((kind, members, waves, lag if members % waves else 0), count)
 
     def _keep(self, key: tuple[int, ...], count: Callable[[], Ints]) -> Ints:
         if key not in self._kept:  # many transfer groups share it, and so do plans for more or fewer replicas

@@ -168,9 +168,15 @@ class AlikeTransfers:
     paths: Paths
     members: int
     rails: Rails | None
-    numbers: list[int]  # index of each into Plan.transfer_groups
+    numbers: list[int]  # index of each into Plan.transfer_groups, ascending
     transfer_groups: list[TransferGroup]
     lags: list[int]  # of their waves
+
+    def only(self, numbers: list[int]) -> AlikeTransfers:
+        """Some of them."""
+        places = np.searchsorted(self.numbers, numbers).tolist()
+        groups, lags = ([column[place] for place in places] for column in (self.transfer_groups, self.lags))
+        return replace(self, numbers=numbers, transfer_groups=groups, lags=lags)
 
     def first_hop(self, only: NDArray[np.bool_] | None = None, to: int | None = None) -> Hop:
         """What leaves the trainer: see `Paths.first_hop`."""
@@ -354,10 +360,10 @@ class Plan:
 
         Scales move with their weight.
         """
+        if not transfers.experts[1]:
+            return WAVE_LAGS // 2
         group = self._weight_of.get(transfers.group, transfers.group)
-        steps = (
-            158 * transfers.experts[0] + 106 * transfers.pp_stage + 187 * group
-        )  # of 256; irrational shares, rounded
+        steps = 158 * transfers.experts[0] + 106 * transfers.pp_stage + 187 * group  # of 256: irrational shares
         return steps % 256 * WAVE_LAGS // 256
 
     @cached_property

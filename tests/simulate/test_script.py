@@ -258,7 +258,7 @@ def test_the_script_of_a_relay_between_hosts_has_the_joined_rounds_of_the_nccl_e
     [
         (Case("tiny-qwen3-moe", "tp=2,ep=2,pp=2", "tp=2,dp=2", hosts="train=a*2+b*2,gen=a*2+b*2"), ("share",)),
         (Case("tiny-qwen3-moe", "tp=4", "tp=1,dp=4", hosts="train=a*1+b*1+c*1+d*1,gen=a*1+b*1+c*1+d*1"), ()),
-        (Case("tiny-llama", "pp=3,layers=2+1+1", "dp=3", hosts="train=a*1+b*1+c*1,gen=a*1+b*1+c*1"), ("relay",)),
+        (Case("tiny-llama", "pp=3,layers=1+2+1", "dp=3", hosts="train=a*1+b*1+c*1,gen=a*1+b*1+c*1"), ("relay",)),
         (Case("tiny-llama", "tp=2,pp=2", "tp=2,dp=2", hosts="train=a*2+b*1+c*1,gen=a*1+b*2+c*1"), ("share",)),
     ],
     ids=str,

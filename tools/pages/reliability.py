@@ -36,9 +36,10 @@ def faults_section(folder: Path = RESULTS) -> str:
         rows = data["rows"]
         transports = " and ".join(dict.fromkeys(row["transport"] for row in rows))
         where = data["machine"] if data["hardware"] == "CPU" else data["hardware"]
+        relay = ", one training rank to two replicas" if all(row.get("train_ranks") == 1 for row in rows) else ""
         parts += [
             wrapped(
-                f"{len(rows)} cells over {transports}; {where}; Python {data['versions']['python']},"
+                f"{len(rows)} cells over {transports}{relay}; {where}; Python {data['versions']['python']},"
                 f" torch {data['versions']['torch']}; {data['date']}; a deadline of {data['deadline_s']:g} s"
                 f" ([data]({LINKS}/{file.name})).{noted(data)}"
             ),
