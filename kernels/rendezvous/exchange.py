@@ -171,7 +171,7 @@ class StoreExchange:
             failure = left.pop()
             if failure.error == "DeadlineError" and self.store.check([f"{occasion}/{failure.peer}"]):
                 continue
-            if not failure.peer or not self.waits(occasion, failure.peer):
+            if not failure.peer or not self.is_stuck(occasion, failure.peer):
                 return failure
             if failure.peer in followed:
                 continue
@@ -183,7 +183,7 @@ class StoreExchange:
                 left += chain[::-1]
         return waits[0]  # all wait for each other
 
-    def waits(self, occasion: str, seat: str) -> bool:
+    def is_stuck(self, occasion: str, seat: str) -> bool:
         """Whether a rank has said at `blame` that it waits past its deadline."""
         return self.store.check([f"{occasion}/stuck/{seat}"])
 

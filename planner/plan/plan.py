@@ -356,14 +356,14 @@ class Plan:
         return tuple(found.values())
 
     def wave_lag(self, transfers: TransferGroup) -> int:
-        """See `wave_of`. Transfer groups that share a rank have other experts, another stage, or other parameters.
+        """See `wave_of`. Of transfer groups that share a rank, most have other experts, another stage, or other parameters.
 
-        Scales move with their weight.
+        Scales move with their weight. What is no expert, or all experts in one tensor, is cut into enough overlaps.
         """
         if not transfers.experts[1]:
             return WAVE_LAGS // 2
         group = self._weight_of.get(transfers.group, transfers.group)
-        steps = 158 * transfers.experts[0] + 106 * transfers.pp_stage + 187 * group  # of 256: irrational shares
+        steps = 158 * transfers.experts[0] + 106 * transfers.pp_stage + 187 * group  # of 256
         return steps % 256 * WAVE_LAGS // 256
 
     @cached_property

@@ -50,7 +50,7 @@ def rows_on_rails(
         chosen = on_rail[parts, row.part][:, replicas]
         each = np.array([*of_parts.values()]) / np.maximum(chosen.sum(axis=1), 1)
         loads = each @ chosen
-        if chosen.any(axis=1).all() and np.ptp(loads) <= _EQUAL * loads[0]:
+        if chosen.any(axis=1).all() and (np.abs(loads - loads[0]) <= _EQUAL * loads[0]).all():
             for part, on_its_rail in zip(parts, chosen, strict=True):
                 taken[part, row] = Row(row.part, tuple(replicas[on_its_rail].tolist()), link, row.replicas)
     return taken

@@ -71,6 +71,7 @@ class Runner:
 
     def __init__(self, cell: Cell, log: Path) -> None:
         self.cell, self.log = cell, log
+        self.others = children()  # of other tests in this process
         self.store = StoreProcess(serve_store())
         self.observed = Observed(cell, address=self.store.address)
         self.processes: dict[Any, _Process] = {}  # by pipe
@@ -177,11 +178,14 @@ class Runner:
         with suppress(OSError, ProcessLookupError):
             self.store.kill()
         deadline = time.monotonic() + _LEAVE_S
-        while (left := children()) and time.monotonic() < deadline:
+        while (left := self._left()) and time.monotonic() < deadline:
             time.sleep(0.05)
         for pid, command in left.items():
             self.observed.left.append(f"process {pid}: {command}")
             _signal(pid, signal.SIGKILL)
+
+    def _left(self) -> dict[int, str]:
+        return {pid: command for pid, command in children().items() if pid not in self.others}
 
 
 def run_cell(cell: Cell, log: Path) -> Observed:

@@ -72,7 +72,7 @@ class Cell:
     staged: bool = False
     seat: str = ""  # that is in the phase when the store breaks
     train_ranks: int = 2
-    replicas: int = 2  # with one training rank, one passes on to the other
+    replicas: int = 2  # of one training rank, two pass on to each other
 
     @property
     def at(self) -> str:

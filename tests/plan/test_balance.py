@@ -109,11 +109,14 @@ def test_groups_with_fewer_overlaps_than_waves_fill_all_waves_together() -> None
     """Experts of 12 layers a stage: without lags all stages would be in the same 12 of 32 waves."""
     plan = Case("qwen3-30b-a3b", "tp=2,pp=4,dp=8,ep=16", "tp=4,dp=24,ep=96", machine="h200-8").plan()
     assert plan.waves == 32
-    for world, rank in (("gen", 50), ("train", 5)):
-        moved = np.zeros(plan.waves)
-        for table in schedule_of(plan, world, rank).tables:
-            np.add.at(moved, table.wave, table.nbytes)
-        assert moved.max() < 1.25 * moved.mean()
+    for world in ("gen", "train"):
+        peaks = []
+        for rank in range(0, 64, 9):
+            moved = np.zeros(plan.waves)
+            for table in schedule_of(plan, world, rank).tables:
+                np.add.at(moved, table.wave, table.nbytes)
+            peaks.append(moved.max() / moved.mean())
+        assert np.mean(peaks) < 1.3 and max(peaks) < 1.5  # on engine ranks without lags: 2.2, 2.7
 
 
 def test_every_two_parts_have_work_in_all_waves() -> None:

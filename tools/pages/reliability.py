@@ -36,7 +36,7 @@ def faults_section(folder: Path = RESULTS) -> str:
         rows = data["rows"]
         transports = " and ".join(dict.fromkeys(row["transport"] for row in rows))
         where = data["machine"] if data["hardware"] == "CPU" else data["hardware"]
-        relay = ", one training rank to two replicas" if all(row.get("train_ranks") == 1 for row in rows) else ""
+        relay = ", one training rank to two replicas" if all(_is_of_relay(row) for row in rows) else ""
         parts += [
             wrapped(
                 f"{len(rows)} cells over {transports}{relay}; {where}; Python {data['versions']['python']},"
@@ -56,6 +56,10 @@ _FAULT_HEAD = (
     "| fault | cells | refit committed | others knew after, at most | recovered after, median | at most |\n"
     "|---|---|---|---|---|---|"
 )
+
+
+def _is_of_relay(row: Mapping[str, Any]) -> bool:
+    return row.get("train_ranks") == 1 and "replicas" not in row
 
 
 def _counts(counts: Mapping[str, int]) -> list[str]:

@@ -53,6 +53,7 @@ Waits = tuple[Waiting, ...]  # what is awaited of each peer, the first due first
 _WARM_BYTES = 16
 _UNIQUE_ID_BYTES = 128
 _STOP_S = 1e-3  # until kernels that begin see what the host wrote
+_LEFT: list[torch.Tensor | None] = []  # what kernels that never ended may read; torch would give it to others
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +148,7 @@ class NcclConnection:
         def look(waited_s: float) -> None:
             if who := self._exchange.who_gave_up():  # asked first: NCCL may only report what that does to it
                 raise PeerLostError(where()[0], f"{who} gave up")
-            due = where()
-            peers = {waiting.peer for waiting in due}
-            # A connection may fail that is of none of these.
-            everyone = *due, *(waiting for waiting in self._first_due if waiting.peer not in peers)
+            everyone = _one_of_each((*where(), *self._first_due))  # a connection may fail that is of none of the former
             for link in self.links.values():
                 for communicator in link.communicators.values():
                     communicator.is_idle(everyone)
@@ -194,6 +192,7 @@ class NcclConnection:
         for graph, done in graphs:
             with suppress(RuntimeError):  # a broken device has said so before
                 if not EventPoller(CLOSE_S).until(done.query):
+                    _LEFT.append(self.stop)
                     return  # a kernel may still use the memory, and freeing it would wait for that kernel
             graph.reset()
         for abort in aborts:
@@ -256,7 +255,7 @@ class NcclConnection:
                     way = number, members[number].index(end.first_peer + peer), end.sends
                     first.setdefault(way, waiting)
                     streams_of.setdefault(way, set()).update(division.streams_of(turn, number))
-        waits = self._first_due = tuple({waiting.peer: waiting for waiting in first.values()}.values())
+        waits = self._first_due = _one_of_each([*first.values()])
         division = self.divisions[0]
         # torch hands out 32 in turn: those of the links are others.
         self.stream, self.notes = torch.cuda.Stream(), torch.cuda.Stream()
@@ -304,12 +303,21 @@ class NcclConnection:
         failure = self._exchange.blame(occasion := f"refit-{refit}", waits)
         first = [waiting for waiting in where if seat_of(waiting.peer) == failure.peer]
         others = [waiting for waiting in where if seat_of(waiting.peer) != failure.peer]
-        silent = [waiting.peer for waiting in where if not self._exchange.waits(occasion, seat_of(waiting.peer))]
+        seats = [seat_of(waiting.peer) for waiting in _one_of_each(where)]
+        silent = [seat for seat in seats if not self._exchange.is_stuck(occasion, seat)]
         if not first:
             reason += f", as {failure}"
         elif len(silent) > 1:
             reason += f"; it may be any of {', '.join(silent)}"
         return first_of([DeadlineError(waiting, reason) for waiting in (*first, *others)])
+
+
+def _one_of_each(waits: Sequence[Waiting]) -> Waits:
+    """The first for each rank: a replica has another name where it passes on."""
+    first: dict[str, Waiting] = {}
+    for waiting in waits:
+        first.setdefault(seat_of(waiting.peer), waiting)
+    return tuple(first.values())
 
 
 def _parse_word(word: Any) -> tuple[list[int], list[list[HopKind]], str]:
