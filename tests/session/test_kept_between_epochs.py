@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +17,9 @@ from helpers.ranks import run_ranks, store_of, values
 from helpers.remote import Answer, Ranks, Remote, tell, weights
 
 from mcore_reshard.kernels.options import Options
+from mcore_reshard.kernels.rendezvous.store import connect_store
 from mcore_reshard.session import member
+from mcore_reshard.session.attendance import WAITS, ready_key
 from mcore_reshard.session.endpoints import GenerationEndpoint, TrainEndpoint
 from mcore_reshard.session.part import RankOfPlan
 from mcore_reshard.session.places import own_place
@@ -27,14 +30,24 @@ CASE = Case("tiny-llama", "tp=2", "tp=1,dp=4", changes=TWO_LAYERS)
 OPTIONS = Options(transport="gloo", timeout_s=20.0)
 
 
-def refit(trainer: Sequence[Remote], engines: Sequence[Remote], version: int) -> tuple[list[Answer], list[Answer]]:
-    """A refit that all commit, with every byte in place."""
+def refit(
+    trainer: Sequence[Remote], engines: Sequence[Remote], version: int, begins: Callable[[], None] = lambda: None
+) -> tuple[list[Answer], list[Answer]]:
+    """A refit that all commit, with every byte in place. `begins` returns when trainers may."""
     for engine in engines:
         engine.tell("refit")
+    begins()
     told, answers = tell(trainer, "refit", version=version), [engine.answer() for engine in engines]
     assert [answer.error for answer in told + answers] == [None] * len(told + answers)
     assert [(answer.state, answer.held) for answer in answers] == [(f"complete({version})", version)] * len(answers)
     return told, answers
+
+
+def wait_for_call(address: str, seat: str) -> None:
+    """Until a new rank has called `refit`: trainers wait for it from then on."""
+    with connect_store(address, OPTIONS, watches=True) as store:
+        while not store.get(ready_key(seat), writer=seat).endswith(WAITS.encode()):
+            time.sleep(0.02)
 
 
 def counts(answers: Sequence[Answer], name: str) -> list[int]:
@@ -76,7 +89,7 @@ def test_a_replica_leaves_and_another_one_joins_and_what_has_not_changed_is_kept
 
     newer = ranks.gen(CASE, 4, patch=share_over_gloo)
     assert newer.tell("prepare").answer().error is None
-    told, answers = refit(trainer, [*engines[:3], newer], 3)
+    told, answers = refit(trainer, [*engines[:3], newer], 3, lambda: wait_for_call(ranks.address, "gen:4"))
     require_kept(second, [*told, *answers[:3]], new_peers=1)
     refit(trainer, [*engines[:3], newer], 4)
     ends = tell([*trainer, *engines[:3], newer], "close")

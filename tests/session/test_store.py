@@ -97,7 +97,7 @@ def test_an_engine_that_comes_first_waits_for_the_store_as_long_as_for_the_plan(
 
 
 def test_a_store_is_started_where_none_is_and_used_where_one_is(host: StoreProcess) -> None:
-    assert start_store_if_absent(host.address, 5.0) is None
+    assert start_store_if_absent(host.address, 20.0) is None
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     started = start_store_if_absent(address, 5.0)
