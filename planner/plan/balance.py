@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 Numbers = Ints | int
 MOST_WAVES = 16  # of a relay; more overlap better, and every wave takes some words between all ranks
-WAVE_LAGS = 8
+WAVE_LAGS = 8  # so many places within a wave, from which groups with few overlaps begin
 _LANDINGS_IN_A_WAVE = 12  # of a rank, at least, if so many replicas take turns
 _FIRSTS_TRIED = 64  # evenly spaced; with more replicas, neighboring ones hardly differ
 

@@ -116,8 +116,8 @@ def soak_section(folder: Path = RESULTS) -> str:
         f"{data['refits']:,} refits in one session, every fiftieth of which fails on purpose ({data['date']},"
         f" `make soak`, [data]({LINKS}/soak.json)): {len(data['problems'])} problems. After every fiftieth a third"
         f" replica comes, takes part in two, and leaves. From the second quarter to the last one memory grew by"
-        f" {memory:g} MB at most on a rank and by {store['store_rss_mb']:g} MB in the store,"
-        f" descriptors by {max(each['descriptors'] for each in grown):g},"
+        f" {memory:g} MB at most on a rank and by {store['store_rss_mb']:g} MB in the store."
+        f" Descriptors grew by {max(each['descriptors'] for each in grown):g},"
         f" threads by {max(each['threads'] for each in grown):g}, keys by {store['store_keys']:g}."
         f" The fastest refits took {slower:.2f} times as long.{noted(data)}"
     )
