@@ -160,9 +160,7 @@ class Turns:
         counts = np.bincount(alike.reshape(-1))
         found = np.flatnonzero(counts)
         first_turn = np.searchsorted(overlap, np.arange(overlaps + 1))
-        turns = np.diff(first_turn)[found % overlaps]
-        each = np.repeat(np.arange(len(found)), turns)
-        turn = first_turn[found % overlaps][each] + np.arange(len(each)) - np.repeat(np.cumsum(turns) - turns, turns)
+        each, turn = runs_of(first_turn[found % overlaps], np.diff(first_turn)[found % overlaps])
         of_wave, member = np.divmod(found[each] // overlaps, period)
         place = (of_wave * rows + self.row[turn]) * widest + self._moved_on(member, turn) % self.sizes[self.row[turn]]
         nbytes = (counts[found] * overlap_bytes[found % overlaps])[each]
@@ -289,6 +287,12 @@ def _turned(firsts: Ints, sizes: Ints, load: Ints, cost: Ints) -> Iterator[tuple
 def _small(nbytes: Ints) -> Ints:
     """The bytes in units of which the largest number has 20 bits, so that sums of products fit into 64."""
     return nbytes >> max(0, int(nbytes.max(initial=0)).bit_length() - 20)
+
+
+def runs_of(first: Ints, counts: Ints) -> tuple[Ints, Ints]:
+    """So many numbers from each first one on, as (entry, number): [7, 2] and [1, 3] -> [0, 1, 1, 1], [7, 2, 3, 4]."""
+    entry = np.repeat(np.arange(len(first)), counts)
+    return entry, (first - (np.cumsum(counts) - counts))[entry] + np.arange(len(entry))
 
 
 def order_within(values: Ints) -> Ints:

@@ -25,7 +25,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from .balance import Ints, Numbers, Row, Turns, order_within, wave_of
+from .balance import Ints, Numbers, Row, Turns, order_within, runs_of, wave_of
 from .rails import Rails, exchanged, rows_on_rails, rows_that_exchange
 
 OWN_GPU, NVLINK, NIC = LINKS = 0, 1, 2  # the nearest first
@@ -83,10 +83,8 @@ def _each_of(rows: Sequence[Sequence[int]], row: Ints) -> tuple[Ints, Ints]:
     """The numbers in the row of each entry, as (entry, number): [(3, 4), (5,)] and [1, 0] -> [0, 1, 1], [5, 3, 4]."""
     sizes = np.array([*map(len, rows)], np.int64)
     numbers = np.fromiter(chain.from_iterable(rows), np.int64, int(sizes.sum()))
-    counts = sizes[row]
-    entry = np.repeat(np.arange(len(row)), counts)
-    first = (np.cumsum(sizes) - sizes)[row] - (np.cumsum(counts) - counts)
-    return entry, numbers[first[entry] + np.arange(len(entry))]
+    entry, place = runs_of((np.cumsum(sizes) - sizes)[row], sizes[row])
+    return entry, numbers[place]
 
 
 def _from_domain_to_domain(domains: Ints) -> tuple[int, ...]:
