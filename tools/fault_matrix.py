@@ -3,7 +3,7 @@
 python tools/fault_matrix.py                                   every cell of gloo and golden (`make test-faults`)
 python tools/fault_matrix.py --transport direct --only kill     on this machine's GPUs; --only is a part of a cell's name
 NCCL_SOCKET_IFNAME=lo NCCL_MAX_NCHANNELS=2 python tools/fault_matrix.py --transport nccl
-python tools/fault_matrix.py --transport direct --again faults-direct.json --jobs 6    its late cells, fewer at a time
+python tools/fault_matrix.py --transport direct --again faults-direct.json --jobs 6    its late and missing cells
 
 Ranks that share a GPU talk over sockets with NCCL; fewer channels make many sessions at a time light. Where there are
 several GPUs, sessions take turns on them: the ranks of each share one.
@@ -87,18 +87,21 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, int]:
     return {kind: counts[kind] for kind in PROBLEMS}
 
 
-def late_cells(before: dict[str, Any], chosen: Sequence[Cell]) -> list[int]:
-    """The numbers of the cells of an earlier run whose problems are all of time."""
-    if [_shown(each) for each in before["rows"]] != [_shown(row(cell, Verdict(), 0.0)) for cell in chosen]:
+def cells_again(before: dict[str, Any], chosen: Sequence[Cell]) -> list[int]:
+    """The numbers of the cells that an earlier run did not come to, or whose problems are all of time."""
+    known = {_shown(each): each["problems"] for each in before["rows"]}
+    shown = [_shown(row(cell, Verdict(), 0.0)) for cell in chosen]
+    if known.keys() - set(shown):
         raise SystemExit(
             "--again: that file has other cells; give the --transport, --only and --every that it was made with"
         )
-    return [number for number, each in enumerate(before["rows"]) if each["problems"] and {*each["problems"]} <= OF_TIME]
+    problems = [known.get(cell) for cell in shown]
+    return [number for number, found in enumerate(problems) if found is None or (found and {*found} <= OF_TIME)]
 
 
-def _shown(each: dict[str, Any]) -> list[Any]:
+def _shown(each: dict[str, Any]) -> tuple[str, ...]:
     names = ("phase", "fault", "victim", "seat", "transport", "replica_ranks", "commit", "train_ranks", "replicas")
-    return [each.get(name) for name in names]
+    return tuple(str(each.get(name)) for name in names)
 
 
 def run_all(
@@ -169,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", action="append", default=[], help="cells whose name contains all of these")
     parser.add_argument("--every", type=int, default=1, help="every so many of the cells")
     parser.add_argument("--jobs", type=int, default=4, help="cells at a time")
-    parser.add_argument("--again", type=Path, metavar="FILE", help="of an earlier run, only the cells that were late")
+    parser.add_argument("--again", type=Path, metavar="FILE", help="of an earlier run, what was late or is missing")
     parser.add_argument("--out", type=Path, help="where to write the results")
     arguments = parser.parse_args(argv)
     transports = arguments.transport or ["gloo", "golden"]
@@ -179,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     before: dict[str, Any] = {"rows": [], "jobs": 0, "minutes": 0.0}
     if arguments.again:
         before = json.loads(arguments.again.read_text())
-    numbers = late_cells(before, chosen) if arguments.again else [*range(len(chosen))]
+    numbers = cells_again(before, chosen) if arguments.again else [*range(len(chosen))]
     start = time.monotonic()
 
     def minutes() -> float:
@@ -197,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "deadline_s": DEADLINE_S,
             "minutes": minutes(),
             "jobs": arguments.jobs,
-            **(_note(numbers, before["jobs"], arguments.jobs) if arguments.again else {}),
+            **(_note(len(before["rows"]), len(numbers), before["jobs"], arguments.jobs) if arguments.again else {}),
             "cells": len(rows),
             "planned": len(chosen),
             "counts": summary(rows),
@@ -205,20 +208,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(line_by_line({**result, "rows": rows}))
 
-    if arguments.again:
-        rows = before["rows"]
-        for number, each in zip(numbers, run_all([chosen[number] for number in numbers], arguments.jobs), strict=True):
-            rows[number] = each
-    else:
-        rows = run_all(chosen, arguments.jobs, save)
+    def joined(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        of_cell = {_shown(each): each for each in (*before["rows"], *rows)}
+        return [of_cell[shown] for cell in chosen if (shown := _shown(row(cell, Verdict(), 0.0))) in of_cell]
+
+    rows = joined(run_all([chosen[number] for number in numbers], arguments.jobs, lambda rows: save(joined(rows))))
     save(rows)
     print(json.dumps({"cells": len(rows), "minutes": minutes(), **summary(rows)}))
     return 1 if any(each["problems"] for each in rows) else 0
 
 
-def _note(numbers: Sequence[int], jobs_before: int, jobs: int) -> dict[str, str]:
-    late = f"{len(numbers)} cells were late on a machine that ran {jobs_before} at a time"
-    return {"note": f"{late}; their rows are of a second run, {jobs} at a time."}
+def _note(rows: int, again: int, jobs_before: int, jobs: int) -> dict[str, str]:
+    first = f"A first run of {rows} cells ran {jobs_before} at a time"
+    return {"note": f"{first}; {again}, which were late or missing, are of a second run, {jobs} at a time"}
 
 
 if __name__ == "__main__":

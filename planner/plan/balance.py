@@ -22,9 +22,10 @@ evens out every wave: a wave has a few members of each group, which must not lan
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from math import lcm
 
 import numpy as np
@@ -104,7 +105,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """The turns that every member takes, each in a row of replicas."""
+    """The turns that every member takes, each in a row of replicas.
+
+    Replicas of all rows, one row after the other, are the places.
+    """
 
     rows: tuple[Row, ...]
     parts: Ints  # [rows]
@@ -112,7 +116,9 @@ class Turns:
     row: Ints  # [turns]
     number: Ints  # [turns]: that count on in its row; without `facing`, turns of the same row before it
     strides: Ints  # [turns]
-    replicas: Ints  # [rows, widest]; a shorter row repeats its first
+    replicas: Ints  # [places]
+    row_of: Ints  # [places]
+    starts: Ints  # [rows]: the first place of each
     sizes: Ints  # [rows]
     cycle: Ints  # [turns]: after so many members a number is skipped; 0: never
 
@@ -120,29 +126,27 @@ class Turns:
     def of(cls, rows: Sequence[Row], row: Ints, facing: Turns | None = None) -> Turns:
         """`row` [turns] is the row of each turn of a member, in order. `facing`: the turns at the other end of these legs."""
         sizes = np.array([len(each.replicas) for each in rows], np.int64)
-        widest = int(sizes.max(initial=1))
-        replicas = [each.replicas + each.replicas[:1] * (widest - len(each.replicas)) for each in rows]
         strides = stride_of(np.maximum(np.bincount(row, minlength=len(rows)), 1), sizes)
-        table = np.array(replicas, np.int64).reshape(-1, widest)
+        replicas = np.fromiter(chain.from_iterable(each.replicas for each in rows), np.int64, int(sizes.sum()))
+        row_of, starts = np.repeat(np.arange(len(rows)), sizes), np.cumsum(sizes) - sizes
         parts, links = np.array([(each.part, each.link) for each in rows], np.int64).reshape(-1, 2).T.copy()
         number, cycle = order_within(row), np.zeros(len(row), np.int64)
         if facing is not None:
             cycle = np.lcm(sizes[row], facing.sizes[facing.row])
             number = _mixed(row, cycle, facing)
-        return cls(tuple(rows), parts, links, row, number, strides[row], table, sizes, cycle)
+        return cls(tuple(rows), parts, links, row, number, strides[row], replicas, row_of, starts, sizes, cycle)
 
     def replica(self, first: Numbers, member: Numbers, turn: Numbers | slice = slice(None)) -> Ints:
         """Which replica takes a turn of a member; arguments broadcast against each other."""
         row = self.row[turn]
-        place = (first + self._moved_on(member, turn)) % self.sizes[row]
-        taken: Ints = self.replicas[row, place]
+        taken: Ints = self.replicas[self.starts[row] + (first + self._moved_on(member, turn)) % self.sizes[row]]
         return taken
 
     def _moved_on(self, member: Numbers, turn: Numbers | slice = slice(None)) -> Ints:
         """By how many replicas a member is ahead of the first one in a turn."""
+        moved = np.asarray(member * self.strides[turn] + self.number[turn], np.int64)
         cycle = self.cycle[turn]
-        skipped = np.where(cycle, member // np.maximum(cycle, 1), 0)
-        return np.asarray(member * self.strides[turn] + self.number[turn] + skipped, np.int64)
+        return moved + np.where(cycle, member // np.maximum(cycle, 1), 0) if cycle.any() else moved
 
     @property
     def period(self) -> int:
@@ -150,11 +154,11 @@ class Turns:
         return lcm(*(self.sizes[self.row] * np.maximum(self.cycle, 1)).tolist())
 
     def nbytes(self, wave: Ints, waves: int, overlap: Ints, overlap_bytes: Ints) -> Ints:
-        """Bytes that each replica of a row moves in each of `waves` if `first` is 0, as [waves, rows, widest].
+        """Bytes that the replica of each place moves in each of `waves` if `first` is 0, as [waves, places].
 
         `wave` [members, overlaps], `overlap` [turns] is that of each turn, ascending.
         """
-        (members, overlaps), (rows, widest) = wave.shape, self.replicas.shape
+        (members, overlaps), places = wave.shape, len(self.replicas)
         period = min(self.period, members)  # later members repeat the first ones
         alike = (wave * period + (np.arange(members) % period)[:, None]) * overlaps + np.arange(overlaps)
         counts = np.bincount(alike.reshape(-1))
@@ -162,14 +166,20 @@ class Turns:
         first_turn = np.searchsorted(overlap, np.arange(overlaps + 1))
         each, turn = runs_of(first_turn[found % overlaps], np.diff(first_turn)[found % overlaps])
         of_wave, member = np.divmod(found[each] // overlaps, period)
-        place = (of_wave * rows + self.row[turn]) * widest + self._moved_on(member, turn) % self.sizes[self.row[turn]]
+        row = self.row[turn]
+        place = of_wave * places + self.starts[row] + self._moved_on(member, turn) % self.sizes[row]
         nbytes = (counts[found] * overlap_bytes[found % overlaps])[each]
-        moved = np.bincount(place, nbytes, minlength=waves * rows * widest)  # exact up to 2**53
-        return moved.astype(np.int64).reshape(waves, rows, widest)
+        moved = np.bincount(place, nbytes, minlength=waves * places)  # exact up to 2**53
+        return moved.astype(np.int64).reshape(waves, places)
+
+    def moved_from(self, first: Numbers) -> Ints:
+        """[..., places]: the place of which each gets the bytes if `first`, a number or [..., 1], is not 0."""
+        row = self.row_of
+        return self.starts[row] + (np.arange(len(row)) - self.starts[row] - first) % self.sizes[row]
 
     def ranks(self, grid: NDArray[np.int32]) -> NDArray[np.int32]:
-        """The ranks of the rows [rows, widest]; `grid` [parts, replicas] has those of the parts."""
-        return grid[self.parts[:, None], self.replicas]
+        """The rank of each place [places]; `grid` [parts, replicas] has those of the parts."""
+        return grid[self.parts[self.row_of], self.replicas]
 
 
 def _mixed(row: Ints, cycle: Ints, facing: Turns) -> Ints:
@@ -188,25 +198,14 @@ def _mixed(row: Ints, cycle: Ints, facing: Turns) -> Ints:
     return np.asarray(number + number // cycle)
 
 
-def rolled(nbytes: Ints, sizes: Ints, first: Numbers) -> Ints:
-    """`nbytes` [waves, rows, widest], which are those for 0, if `first` of each row's replicas begins.
-
-    Several `first` are those of as many waves, or of a single one.
-    """
-    if nbytes.shape[-1] == 1:
-        return np.broadcast_to(nbytes, (max(len(nbytes), np.size(first)), *nbytes.shape[1:]))
-    place = np.arange(nbytes.shape[-1])
-    turned: Ints = np.take_along_axis(nbytes, (place - np.reshape(first, (-1, 1, 1))) % sizes[:, None], axis=-1)
-    return np.where(place < sizes[:, None], turned, 0)
-
-
 @dataclass(frozen=True, eq=False)
 class Share:
     """What one transfer group has to distribute. Those that have the same to distribute over the same ranks are one."""
 
-    ranks: NDArray[np.int32]  # [rows, widest]
-    sizes: Ints  # [rows]
-    cost: Ints  # [waves, rows, widest], if `first` is 0
+    turns: Turns
+    ranks: NDArray[np.int32]  # [places], of `world`
+    world: int
+    cost: Ints  # [waves, places], if `first` is 0
     members: int
     alike: Hashable  # shares with equal ones have the same rows of ranks
 
@@ -215,73 +214,58 @@ class Share:
         return int(self.cost.sum())
 
     @cached_property
-    def is_used(self) -> NDArray[np.bool_]:
-        """[rows, widest]: False where a shorter row repeats its first."""
-        return np.asarray(np.arange(self.cost.shape[-1]) < self.sizes[:, None])
-
-    @cached_property
     def is_even(self) -> bool:
         """Whether all replicas of a row serve equally much in each wave, whichever begins."""
-        return not ((self.cost != self.cost[..., :1]) & self.is_used).any()
+        return bool((self.cost == self.cost[:, self.turns.starts[self.turns.row_of]]).all())
+
+    @cached_property
+    def busy_waves(self) -> Ints:
+        """The waves in which it costs anything."""
+        return np.flatnonzero(self.cost.any(axis=1))
 
     @cached_property
     def places(self) -> Ints:
-        """[waves, rows, widest]: of what each replica bears in each wave, in the loads [ranks * waves] of all ranks."""
-        waves = len(self.cost)
-        return np.asarray(self.ranks.astype(np.int64) * waves + np.arange(waves)[:, None, None])
+        """[busy waves, places]: of each in the loads [waves, world] of all ranks, as one row."""
+        return np.asarray(self.busy_waves[:, None] * self.world + self.ranks)
 
 
-def first_replicas(shares: Sequence[Share], world: int) -> list[int]:
-    """`first` of each share, so that the `world` ranks bear equally much in every wave. All shares have as many waves.
+def first_replicas(shares: Sequence[Share]) -> list[int]:
+    """`first` of each share, so that ranks bear equally much in every wave. All shares have as many waves and ranks.
 
     The largest choose first: each puts its uneven remainder on the least loaded ranks. If all replicas serve equally
     much, a round robin goes on where the one before it stopped, so that pairs of ranks exchange equally much. Two
     replicas serve the embedding's halves; the same two serve the output layer's halves, the other way round.
     """
-    waves = len(shares[0].cost) if shares else 1
-    load = np.zeros(world * waves, dtype=np.int64)
+    load = np.zeros(len(shares[0].cost) * shares[0].world if shares else 0, np.int64)
     firsts = [0] * len(shares)
     members_before: dict[Hashable, int] = {}
     for index in sorted(range(len(shares)), key=lambda i: (-shares[i].total, i)):
         share = shares[index]
-        cost = share.cost
         if share.is_even:
-            firsts[index] = members_before.get(share.alike, 0) % cost.shape[-1]
+            firsts[index] = members_before.get(share.alike, 0) % int(share.turns.sizes.max(initial=1))
             members_before[share.alike] = firsts[index] + share.members
         else:
-            firsts[index] = _least_busy_first(np.where(share.is_used, load[share.places], 0), share.sizes, cost)
-            cost = rolled(cost, share.sizes, firsts[index])
+            firsts[index] = _least_busy_first(load[share.places], share)
+        cost = share.cost[share.busy_waves].take(share.turns.moved_from(firsts[index]), axis=1)
         np.add.at(load, share.places.reshape(-1), cost.reshape(-1))
     return firsts
 
 
-def _least_busy_first(load: Ints, sizes: Ints, cost: Ints) -> int:
-    """The `first` that leaves the lowest peaks on `load` [waves, rows, widest], added over waves.
+def _least_busy_first(load: Ints, share: Share) -> int:
+    """The `first` that leaves the lowest peaks on `load` [busy waves, places], added over waves.
 
     Of equals that which adds most where there is least: where all leave the same peaks, they must not all begin at one
     replica. Then the lowest one.
     """
-    width = cost.shape[-1]
-    firsts = np.arange(0, width, max(1, width // _FIRSTS_TRIED))
-    peaks = np.zeros((len(cost), len(firsts)), np.int64)
-    for own_load, own_cost in _turned(firsts, sizes, load, cost):
-        peaks = np.maximum(peaks, (own_cost + own_load).max(axis=(1, 3)))
-    total = peaks.sum(axis=0)
-    firsts = firsts[total == total.min()]
-    if len(firsts) == 1:
-        return int(firsts[0])
-    shared = np.zeros(len(firsts), np.int64)
-    for own_busy, own_added in _turned(firsts, sizes, _small(load), _small(cost)):
-        shared += (own_added * own_busy).sum(axis=(0, 1, 3))
-    return int(firsts[shared.argmin()])
-
-
-def _turned(firsts: Ints, sizes: Ints, load: Ints, cost: Ints) -> Iterator[tuple[Ints, Ints]]:
-    """Of the rows of each size, `load` [waves, rows, 1, size], and `cost` [waves, rows, firsts, size] as `rolled` by each."""
-    for size in np.unique(sizes).tolist():
-        turned = (np.arange(size) - firsts[:, None]) % size
-        own_load, own_cost = (each[:, sizes == size, :size] for each in (load, cost))
-        yield own_load[:, :, None], own_cost[:, :, turned]
+    widest, cost = int(share.turns.sizes.max()), share.cost[share.busy_waves]
+    firsts = np.arange(0, widest, max(1, widest // _FIRSTS_TRIED))
+    froms = [*share.turns.moved_from(firsts[:, None])]
+    total = np.array([(cost.take(moved_from, axis=1) + load).max(axis=1).sum() for moved_from in froms])
+    best = np.flatnonzero(total == total.min())
+    if len(best) > 1:
+        cost, load = _small(cost), _small(load)
+        best = best[np.argmin([(cost.take(froms[each], axis=1) * load).sum() for each in best], keepdims=True)]
+    return int(firsts[best[0]])
 
 
 def _small(nbytes: Ints) -> Ints:

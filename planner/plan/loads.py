@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from .balance import Ints, rolled
+from .balance import Ints
 from .paths import LINKS, NIC
 
 if TYPE_CHECKING:
@@ -25,10 +25,9 @@ class Loads:
     passed_on: Ints  # [links, generation ranks]
 
 
-def loads_of(plan: Plan) -> Loads:
-    """The loads of a plan, from its turns alone."""
-    sent = np.zeros((len(LINKS), plan.train.world), np.int64)
-    received, passed_on = np.zeros((2, len(LINKS), plan.gen.world), np.int64)
+def from_trainer_of(plan: Plan) -> tuple[Ints, Ints]:
+    """[links, training ranks] the bytes that each sends in one refit; [links, generation ranks] those that each gets."""
+    sent, received = (np.zeros((len(LINKS), world), np.int64) for world in (plan.train.world, plan.gen.world))
     for alike in plan.alike:
         paths, members = alike.paths, alike.members
         src, dst, first_src, first_dst = np.array(
@@ -39,9 +38,21 @@ def loads_of(plan: Plan) -> Loads:
             (received, paths.landings, dst, first_dst, paths.landed_bytes(members)),
         ):
             ranks = np.stack([turns.ranks(plan.rank_grids[grid]) for grid in grids.tolist()])
-            _add(load, turns.links[:, None], ranks, rolled(moved, turns.sizes, firsts))
-        for first in np.unique(first_dst % paths.period).tolist() if paths.passes_on else ():
-            passed = paths.passed_bytes(members, first)
+            _add(load, turns.links[turns.row_of], ranks, moved[0, turns.moved_from(firsts[:, None])])
+    return sent, received
+
+
+def loads_of(plan: Plan) -> Loads:
+    """The loads of a plan, from its turns alone."""
+    sent, from_trainer = plan.from_trainer
+    received, passed_on = from_trainer.copy(), np.zeros_like(from_trainer)
+    for alike in plan.alike:
+        paths = alike.paths
+        if not paths.passes_on:
+            continue
+        dst, first_dst = np.array([(each.dst, each.first_dst_replica) for each in alike.transfer_groups]).T
+        for first in np.unique(first_dst % paths.period).tolist():
+            passed = paths.passed_bytes(alike.members, first)
             grids = dst[first_dst % paths.period == first].tolist()
             links, ranks = np.arange(len(LINKS))[:, None, None], np.stack([plan.rank_grids[grid] for grid in grids])
             _add(passed_on, links, ranks[:, None], passed[0])

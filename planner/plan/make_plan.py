@@ -270,7 +270,8 @@ def _may_gain_by_relaying(plan: Plan) -> bool:
     """Relaying leaves what ranks receive as it is, between hosts what enters by NIC. So only the busiest sender can gain."""
     ways = [(plan.recv_bytes, plan.send_bytes)]
     if plan.spans_hosts:
-        ways.append((plan.loads.received[NIC], plan.loads.sent[NIC]))
+        sent, received = plan.from_trainer
+        ways.append((received[NIC], sent[NIC]))
     return any(into.max(initial=0) < _DISTINCTLY * out.max(initial=0) for into, out in ways)
 
 
@@ -289,20 +290,20 @@ def _balanced(
     kept: dict[tuple[int, int, int, int], Share] = {}
     for transfers in transfer_groups:
         paths, members = plan.paths(transfers), transfers.members
-        ends = [(sending, paths.pulls, transfers.src, paths.pulled_bytes)]
+        ends = [(sending, plan.train.world, paths.pulls, transfers.src, paths.pulled_bytes)]
         if passes_on:
-            ends.append((landing, paths.landings, transfers.dst, paths.landed_bytes))
-        for shares, turns, grid, count in ends:
+            ends.append((landing, plan.gen.world, paths.landings, transfers.dst, paths.landed_bytes))
+        for shares, world, turns, grid, count in ends:
             nbytes = count(members, waves, plan.wave_lag(transfers))  # kept by the paths
             key = id(turns), id(nbytes), members, grid
             if key not in kept:
-                cost = nbytes * cost_of_link[turns.links][:, None]
-                kept[key] = Share(turns.ranks(plan.rank_grids[grid]), turns.sizes, cost, members, grid)
+                cost = nbytes * cost_of_link[turns.links[turns.row_of]]
+                kept[key] = Share(turns, turns.ranks(plan.rank_grids[grid]), world, cost, members, grid)
             shares.append(kept[key])
     firsts = zip(
         transfer_groups,
-        first_replicas(sending, plan.train.world),
-        first_replicas(landing, plan.gen.world) if passes_on else [0] * len(transfer_groups),
+        first_replicas(sending),
+        first_replicas(landing) if passes_on else [0] * len(transfer_groups),
         strict=True,
     )
     turned = [

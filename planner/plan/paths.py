@@ -15,7 +15,7 @@ one replica of that host gets it and passes it on. Which one of several ranks se
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -33,7 +33,7 @@ LINK_NAMES = {OWN_GPU: "own GPU", NVLINK: "NVLink", NIC: "NIC"}
 HopKind = Literal["train", "relay", "share"]  # from the trainer; between domains; within a domain
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Sites:
     """Where the replicas of both ends are: equal numbers are one GPU, or one NVLink domain."""
 
@@ -43,10 +43,17 @@ class Sites:
     dst_domains: Ints
     # [source parts, destination parts, replicas]: which are on a rail of some source; None: no matter, or all.
     on_rail: NDArray[np.bool_] | None = None
+    _legs: dict[tuple[int, int, bool, bool], list[tuple[Row, Row]]] = field(
+        default_factory=dict, init=False, repr=False
+    )
+
+    @cached_property
+    def key(self) -> Hashable:
+        """Equal for sites that differ in nothing but numbers: the same ranks are near each other, in the same order."""
+        return self.src_gpus.shape, self.dst_gpus.shape, self._nearness
 
     @property
-    def key(self) -> bytes:
-        """Equal for sites that differ in nothing but numbers: the same ranks are near each other, in the same order."""
+    def _nearness(self) -> bytes:
         rails = b"" if self.on_rail is None else self.on_rail.tobytes()
         numbers, domains = np.unique(self.dst_domains, return_inverse=True)
         sources = self.src_domains - self.src_domains.min()  # gaps between numbers make another key: no harm, and fast
@@ -63,6 +70,33 @@ class Sites:
         src = np.arange(src_shape[0] * src_shape[1], dtype=np.int64).reshape(src_shape)
         dst = src.size + np.arange(dst_shape[0] * dst_shape[1], dtype=np.int64).reshape(dst_shape)
         return cls(src, src, dst, dst)
+
+    def legs(self, src_part: int, dst_part: int, *, relay: bool, share: bool) -> list[tuple[Row, Row]]:
+        """Who sends and who receives, of each leg from the trainer of an overlap of these parts."""
+        key = src_part, dst_part, relay, share
+        if key not in self._legs:  # many patterns have overlaps of these parts
+            self._legs[key] = self._legs_between(*key)
+        return self._legs[key]
+
+    def _legs_between(self, src_part: int, dst_part: int, relay: bool, share: bool) -> list[tuple[Row, Row]]:
+        legs: list[tuple[Row, Row]] = []
+        on_gpu, in_domain = _by_number(self.src_gpus[src_part]), _by_number(self.src_domains[src_part])
+        far: dict[int, list[int]] = {}  # replicas that one leg leads to, by domain
+        beside: dict[int, tuple[list[int], list[int]]] = {}  # training replicas, and replicas of their domain
+        places = zip(self.dst_gpus[dst_part].tolist(), self.dst_domains[dst_part].tolist(), strict=True)
+        for replica, (gpu, domain) in enumerate(places):
+            cell = domain if share else ~replica
+            if own := on_gpu.get(gpu):
+                legs.append((Row(src_part, tuple(own), OWN_GPU), Row(dst_part, (replica,), OWN_GPU)))
+            elif near := in_domain.get(domain):
+                beside.setdefault(cell if relay else ~replica, (near, []))[1].append(replica)
+            else:
+                far.setdefault(cell, []).append(replica)
+        for near, mates in beside.values():
+            legs.append((Row(src_part, tuple(near), NVLINK), Row(dst_part, tuple(mates), NVLINK)))
+        cells = [[replica for cell in far.values() for replica in cell]] if relay and far else [*far.values()]
+        everyone = Row(src_part, _from_domain_to_domain(self.src_domains[src_part]), NIC)
+        return legs + [(everyone, Row(dst_part, tuple(cell), NIC)) for cell in cells]
 
 
 def _index_of(known: Ints, numbers: Ints) -> Ints:
@@ -191,7 +225,7 @@ class Paths:
 
     def _legs(self, nbytes: Counter[tuple[int, int]]) -> dict[tuple[int, int], list[tuple[Row, Row]]]:
         """Who sends and who receives, of each leg from the trainer between two parts. `nbytes` are those of two parts."""
-        legs = {parts: self._legs_between(*parts) for parts in nbytes}
+        legs = {parts: self.sites.legs(*parts, relay=self.relay, share=self.share) for parts in nbytes}
         if self.sites.on_rail is None or self.relay or not self.share:
             return legs
         of_row: dict[Row, dict[int, int]] = {}  # by source part
@@ -203,28 +237,6 @@ class Paths:
         return {
             parts: [(src, taken.get((parts[0], dst), dst)) for src, dst in between] for parts, between in legs.items()
         }
-
-    def _legs_between(self, src_part: int, dst_part: int) -> list[tuple[Row, Row]]:
-        """Who sends and who receives, of each leg from the trainer of an overlap of these parts."""
-        sites = self.sites
-        legs: list[tuple[Row, Row]] = []
-        on_gpu, in_domain = _by_number(sites.src_gpus[src_part]), _by_number(sites.src_domains[src_part])
-        far: dict[int, list[int]] = {}  # replicas that one leg leads to, by domain
-        beside: dict[int, tuple[list[int], list[int]]] = {}  # training replicas, and replicas of their domain
-        places = zip(sites.dst_gpus[dst_part].tolist(), sites.dst_domains[dst_part].tolist(), strict=True)
-        for replica, (gpu, domain) in enumerate(places):
-            cell = domain if self.share else ~replica
-            if own := on_gpu.get(gpu):
-                legs.append((Row(src_part, tuple(own), OWN_GPU), Row(dst_part, (replica,), OWN_GPU)))
-            elif near := in_domain.get(domain):
-                beside.setdefault(cell if self.relay else ~replica, (near, []))[1].append(replica)
-            else:
-                far.setdefault(cell, []).append(replica)
-        for near, mates in beside.values():
-            legs.append((Row(src_part, tuple(near), NVLINK), Row(dst_part, tuple(mates), NVLINK)))
-        cells = [[replica for cell in far.values() for replica in cell]] if self.relay and far else [*far.values()]
-        everyone = Row(src_part, _from_domain_to_domain(sites.src_domains[src_part]), NIC)
-        return legs + [(everyone, Row(dst_part, tuple(cell), NIC)) for cell in cells]
 
     @cached_property
     def _cells(self) -> tuple[Ints, Turns]:
@@ -275,7 +287,7 @@ class Paths:
         overlap, pulls, landings = self._first_hop
         chosen = np.ones(len(overlap), bool) if only is None else only[overlap]
         if to is not None:
-            chosen &= (landings.replicas == to).any(axis=1)[landings.row]
+            chosen &= np.isin(landings.row, landings.row_of[landings.replicas == to])
         legs, every = np.flatnonzero(chosen), member[:, None]
         src, dst = pulls.replica(first_src, every, legs), landings.replica(first_dst, every, legs)
         if rails is not None:
@@ -333,7 +345,7 @@ class Paths:
         return np.where(self._cell_of(part, root) == self._cell_of(part, lander), root, lander)
 
     def pulled_bytes(self, members: int, waves: int = 1, lag: int = 0) -> Ints:
-        """Bytes that each replica of a row of `pulls` sends if the first one begins, as [waves, rows, widest]."""
+        """Bytes that each replica of a row of `pulls` sends if the first one begins, as [waves, places]."""
         return self._keep_by_wave(0, members, waves, lag, lambda: self._moved_bytes(self.pulls, members, waves, lag))
 
     def landed_bytes(self, members: int, waves: int = 1, lag: int = 0) -> Ints:

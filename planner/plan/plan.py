@@ -12,7 +12,7 @@ stored per rank or per parameter: `schedule_of` and `Plan.transfers` expand a pa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -30,7 +30,7 @@ from mcore_reshard.planner.topology.topology import Topology
 
 from .balance import WAVE_LAGS, waves_for
 from .bands import in_bands
-from .loads import Loads, loads_of
+from .loads import Loads, from_trainer_of, loads_of
 from .paths import NIC, Hop, HopKind, Paths, Sites
 from .rails import Rails
 from .schedule import MemberNames, World
@@ -90,13 +90,13 @@ class TransferPattern:
         nbytes = [overlap.region.elements * ITEMSIZE[self.ends(overlap)[1].tensor.dtype] for overlap in self.overlaps]
         return np.array(nbytes, dtype=np.int64)
 
-    def paths(self, sites: Sites, key: bytes, relay: bool, share: bool) -> Paths:
-        """The paths of the overlaps if replicas are at `sites`; sites with one `key` are alike."""
-        full_key = sites.src_gpus.shape, sites.dst_gpus.shape, key, relay, share
-        if full_key not in self._paths:  # many transfer groups share it, and so do plans for more or fewer replicas
+    def paths(self, sites: Sites, relay: bool, share: bool) -> Paths:
+        """The paths of the overlaps if replicas are at `sites`."""
+        key = sites.key, relay, share
+        if key not in self._paths:  # many transfer groups share it, and so do plans for more or fewer replicas
             parts = self.parts["train"], self.parts["gen"]
-            self._paths[full_key] = Paths(*parts, self.overlap_bytes, sites, relay, share)
-        return self._paths[full_key]
+            self._paths[key] = Paths(*parts, self.overlap_bytes, sites, relay, share)
+        return self._paths[key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -429,7 +429,11 @@ class Plan:
         return plan
 
     @cached_property
-    def _sites(self) -> dict[tuple[int, int], tuple[Sites, bytes]]:
+    def _sites(self) -> dict[tuple[int, int], Sites]:
+        return {}
+
+    @cached_property
+    def _distinct_sites(self) -> dict[Hashable, Sites]:
         return {}
 
     @cached_property
@@ -442,20 +446,20 @@ class Plan:
         if key not in self._paths:
             passes_on = (False, False) if self.straight else (self.relay, self.topology is not None)
             sites = self._sites_of((transfers.src, transfers.dst))
-            self._paths[key] = self.patterns[transfers.pattern].paths(*sites, *passes_on)
+            self._paths[key] = self.patterns[transfers.pattern].paths(sites, *passes_on)
         return self._paths[key]
 
-    def _sites_of(self, ends: tuple[int, int]) -> tuple[Sites, bytes]:
-        """Where the ranks of a source's and a destination's rank grid are, and the key of that."""
+    def _sites_of(self, ends: tuple[int, int]) -> Sites:
+        """Where the ranks of a source's and a destination's rank grid are. Those with one key are one."""
         if ends not in self._sites:
             src, dst = (self.rank_grids[end] for end in ends)
             if self.topology is None:
-                self._sites[ends] = Sites.apart(src.shape, dst.shape), b""
+                sites = Sites.apart(src.shape, dst.shape)
             else:
                 (src_gpus, dst_gpus), (src_domains, dst_domains) = self._gpus_and_domains
                 domains = src_domains[src], dst_domains[dst]
                 sites = Sites(src_gpus[src], domains[0], dst_gpus[dst], domains[1], self._on_rail(src, dst))
-                self._sites[ends] = sites, sites.key
+            self._sites[ends] = self._distinct_sites.setdefault(sites.key, sites)
         return self._sites[ends]
 
     def first_hop(
@@ -537,6 +541,11 @@ class Plan:
         return dict(carried.most_common())
 
     @cached_property
+    def from_trainer(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Bytes that every training rank sends in one refit, and every generation rank gets of them, by link."""
+        return from_trainer_of(self)
+
+    @cached_property
     def loads(self) -> Loads:
         """Bytes that every rank sends and receives in one refit, by link."""
         return loads_of(self)
@@ -544,12 +553,18 @@ class Plan:
     @property
     def send_bytes(self) -> NDArray[np.int64]:
         """Bytes that each training rank sends in one refit."""
-        return np.asarray(self.loads.sent.sum(axis=0), np.int64)
+        return np.asarray(self.from_trainer[0].sum(axis=0), np.int64)
 
-    @property
+    @cached_property
     def recv_bytes(self) -> NDArray[np.int64]:
-        """Bytes that each generation rank receives in one refit."""
-        return np.asarray(self.loads.received.sum(axis=0), np.int64)
+        """Bytes that each generation rank receives in one refit, whoever sends them."""
+        received = np.zeros(self.gen.world, np.int64)
+        for alike in self.alike:
+            nbytes = np.zeros((len(alike.paths.sites.dst_gpus), 1), np.int64)
+            np.add.at(nbytes, alike.paths.dst_parts, alike.members * alike.paths.overlap_bytes[:, None])
+            for transfers in alike.transfer_groups:
+                received[self.rank_grids[transfers.dst]] += nbytes
+        return received
 
     @property
     def relay_bytes(self) -> NDArray[np.int64]:

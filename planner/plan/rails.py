@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .balance import Ints, Row, Turns
+from .balance import Ints, Row, Turns, runs_of
 
 _EQUAL = 1e-5  # sums of as many bytes differ by less
 _NEARLY = 0.9  # of the bytes of a part: with less, few pairs of ranks exchange most, and rounds are less even
@@ -44,16 +44,24 @@ def rows_on_rails(
     `nbytes` are those of each source part by the row. `on_rail` [source parts, destination parts, replicas] says which
     replicas are on a rail of a source. Rows of which not all replicas would get as many bytes stay.
     """
-    taken: dict[tuple[int, Row], Row] = {}
-    for row, of_parts in nbytes.items():
-        parts, replicas = [*of_parts], np.array(row.replicas)
-        chosen = on_rail[parts, row.part][:, replicas]
-        each = np.array([*of_parts.values()]) / np.maximum(chosen.sum(axis=1), 1)
-        loads = each @ chosen
-        if chosen.any(axis=1).all() and (np.abs(loads - loads[0]) <= _EQUAL * loads[0]).all():
-            for part, on_its_rail in zip(parts, chosen, strict=True):
-                taken[part, row] = Row(row.part, tuple(replicas[on_its_rail].tolist()), link, row.replicas)
-    return taken
+    rows = [*nbytes]
+    entries = [(number, part, size) for number, row in enumerate(rows) for part, size in nbytes[row].items()]
+    if not entries:
+        return {}
+    row, part, size = np.array(entries, np.int64).T
+    turns = Turns.of(rows, row)
+    entry, place = runs_of(turns.starts[row], turns.sizes[row])
+    chosen = on_rail[part[entry], turns.parts[row[entry]], turns.replicas[place]]
+    count = np.bincount(entry, chosen).astype(np.int64)
+    loads = np.bincount(place, chosen * (size / np.maximum(count, 1))[entry])
+    first = loads[turns.starts[turns.row_of]]
+    stays = np.bincount(turns.row_of, np.abs(loads - first) > _EQUAL * first) + np.bincount(row, count == 0) > 0
+    ends = np.split(turns.replicas[place[chosen]], np.cumsum(count)[:-1])
+    return {
+        (src_part, rows[number]): Row(rows[number].part, tuple(on_its_rail.tolist()), link, rows[number].replicas)
+        for (number, src_part, _), on_its_rail in zip(entries, ends, strict=True)
+        if not stays[number]
+    }
 
 
 def rows_that_exchange(pulls: Turns, landings: Turns, nbytes: Ints, rails: Rails, link: int) -> NDArray[np.bool_]:
@@ -73,8 +81,8 @@ def rows_that_exchange(pulls: Turns, landings: Turns, nbytes: Ints, rails: Rails
 def _by_rail(turns: Turns, rails: Ints, count: int) -> NDArray[np.float64]:
     """[rows, rails]: the share of each rail in a row's replicas."""
     shares = np.zeros((len(turns.rows), count))
-    row, place = np.nonzero(np.arange(turns.replicas.shape[1]) < turns.sizes[:, None])
-    np.add.at(shares, (row, rails[turns.parts[row], turns.replicas[row, place]]), 1 / turns.sizes[row])
+    row = turns.row_of
+    np.add.at(shares, (row, rails[turns.parts[row], turns.replicas]), 1 / turns.sizes[row])
     return shares
 
 

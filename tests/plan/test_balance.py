@@ -13,7 +13,6 @@ from mcore_reshard.planner.plan.balance import (
     Share,
     Turns,
     first_replicas,
-    rolled,
     stride_of,
     wave_of,
     waves_for,
@@ -82,9 +81,9 @@ def test_bytes_are_those_of_every_single_pull(members: int, waves: int) -> None:
         for member in range(members):
             for turn, of in enumerate(overlap.tolist()):
                 expected[wave[member, of], row[turn], turns.replica(first, member, turn)] += nbytes[of]
-        moved = rolled(turns.nbytes(wave, waves, overlap, nbytes), turns.sizes, first)
+        moved = turns.nbytes(wave, waves, overlap, nbytes)[:, turns.moved_from(first)]
         found = np.zeros((waves, 2, 4), np.int64)
-        np.add.at(found, (np.arange(waves)[:, None, None], np.arange(2)[:, None], turns.replicas), moved)
+        found[:, turns.row_of, turns.replicas] = moved
         assert found.tolist() == expected.tolist()
 
 
@@ -149,28 +148,39 @@ def test_strides_share_no_factor_with_the_replicas() -> None:
     assert stride_of(np.array([2, 4, 6]), 6).tolist() == [5, 5, 7]
 
 
+def share_of(rows: list[list[int]], cost: list[int], members: int = 1) -> Share:
+    """Of rows of these ranks, with these costs in a single wave."""
+    turns = Turns.of([Row(part, tuple(range(len(ranks)))) for part, ranks in enumerate(rows)], np.arange(len(rows)))
+    ranks = np.array([rank for row in rows for rank in row], np.int32)
+    return Share(turns, ranks, 1 + max(ranks.tolist()), np.array([cost]), members, 0)
+
+
 def test_a_remainder_goes_to_the_least_loaded_replica() -> None:
-    ranks = np.array([[0, 1, 2]], np.int32)
-    uneven = Share(ranks, np.array([3]), np.array([[[5, 0, 0]]]), 1, 0)
-    assert sorted(first_replicas([uneven] * 3, 3)) == [0, 1, 2]
+    assert sorted(first_replicas([share_of([[0, 1, 2]], [5, 0, 0])] * 3)) == [0, 1, 2]
 
 
 def test_even_loads_go_on_where_the_one_before_stopped() -> None:
-    ranks = np.array([[0, 1], [2, 3]], np.int32)
-    even = Share(ranks, np.array([2, 2]), np.array([[[8, 8], [8, 8]]]), 1, 0)
-    assert first_replicas([even, even], 4) == [0, 1]
+    assert first_replicas([share_of([[0, 1], [2, 3]], [8, 8, 8, 8])] * 2) == [0, 1]
 
 
 def test_groups_of_one_wave_begin_at_different_replicas() -> None:
     """Two members a wave and four replicas: with one beginning, half of the replicas would idle in every wave."""
-    ranks, turns = np.array([[0, 1, 2, 3]], np.int32), Turns.of([Row(0, (0, 1, 2, 3))], np.array([0]))
-    share = Share(ranks, turns.sizes, turns.nbytes(np.arange(8)[:, None] // 2, 4, np.array([0]), np.array([10])), 8, 0)
-    firsts = first_replicas([share, share], 4)
-    load = sum(rolled(share.cost, share.sizes, first)[:, 0] for first in firsts)
+    turns = Turns.of([Row(0, (0, 1, 2, 3))], np.array([0]))
+    cost = turns.nbytes(np.arange(8)[:, None] // 2, 4, np.array([0]), np.array([10]))
+    firsts = first_replicas([Share(turns, np.arange(4, dtype=np.int32), 4, cost, 8, 0)] * 2)
+    load = sum(cost[:, turns.moved_from(first)] for first in firsts)
     assert sorted(firsts) == [0, 2] and (load == 10).all()
 
 
+def test_waves_in_which_a_group_moves_nothing_do_not_count() -> None:
+    """Its only wave is the second one, in which rank 0 is busy; in the first one, ranks 1 and 2 are."""
+    turns, ranks = Turns.of([Row(0, (0, 1, 2))], np.array([0])), np.arange(3, dtype=np.int32)
+    busy = Share(turns, ranks, 3, np.array([[0, 90, 90], [90, 0, 0]]), 1, 0)
+    late = Share(turns, ranks, 3, np.array([[0, 0, 0], [5, 0, 0]]), 1, 0)
+    assert first_replicas([busy, late]) == [0, 1]
+
+
 def test_a_row_of_fewer_replicas_takes_turns_among_its_own() -> None:
-    cost, sizes = np.array([[[5, 0, 0], [7, 0, 0]]]), np.array([3, 2])
-    assert rolled(cost, sizes, 2).tolist() == [[[0, 0, 5], [7, 0, 0]]]
-    assert rolled(cost, sizes, 1).tolist() == [[[0, 5, 0], [0, 7, 0]]]
+    turns, cost = share_of([[0, 1, 2], [3, 4]], [5, 0, 0, 7, 0]).turns, np.array([5, 0, 0, 7, 0])
+    assert cost[turns.moved_from(2)].tolist() == [0, 0, 5, 7, 0]
+    assert cost[turns.moved_from(1)].tolist() == [0, 5, 0, 0, 7]

@@ -54,16 +54,18 @@ def test_bytes_tell_their_version(ranks: tuple[int, int, int]) -> None:
         assert weights.held() == version
 
 
-def test_only_cells_that_were_late_run_again() -> None:
+def test_only_cells_that_were_late_or_are_missing_run_again() -> None:
     chosen = [CELL, replace(CELL, victim="gen:0"), replace(CELL, victim="train:0")]
     problems = [{"left": ["train:0 has not exited"]}, {}, {"late": ["gen:0"], "torn": ["gen:1"]}]
     rows = [
         {**fault_matrix.row(cell, Verdict(), 1.0), "problems": found}
         for cell, found in zip(chosen, problems, strict=True)
     ]
-    assert fault_matrix.late_cells({"rows": rows}, chosen) == [0], "a torn commit is no matter of time"
+    assert fault_matrix.cells_again({"rows": rows}, chosen) == [0], "a torn commit is no matter of time"
+    assert fault_matrix.cells_again({"rows": rows[1:]}, chosen) == [0]
+    assert fault_matrix.cells_again({"rows": rows[:1]}, chosen[::-1]) == [0, 1, 2]
     with pytest.raises(SystemExit, match="other cells"):
-        fault_matrix.late_cells({"rows": rows}, chosen[::-1])
+        fault_matrix.cells_again({"rows": rows}, chosen[1:])
     assert {*PROBLEMS} - fault_matrix.OF_TIME == {"torn", "unreported", "wrong", "alarm"}
 
 
