@@ -42,7 +42,7 @@ class ResultFile:
 
 def line_by_line(document: dict[str, Any], listed: str = "rows") -> str:
     """The text of a data file that has a line for each of its rows, which are many."""
-    rows = ",\n  ".join(map(json.dumps, document[listed]))
+    rows = ",\n  ".join(json.dumps(row, separators=(",", ":")) for row in document[listed])
     return json.dumps({**document, listed: "@"}, indent=1).replace('"@"', f"[\n  {rows}\n ]") + "\n"
 
 
