@@ -425,7 +425,7 @@ def _nccl(
     for part, of_part in zip(parts, pairs, strict=True):
         hops = {schedule.hop_kind for of_rank in part for schedule in of_rank[1:]}
         counts = [of_part[number] for number in counted]
-        division = divide(budget, counts, hops=hops, members=members, shared=shared)
+        division = divide(budget, counts, parts=len(parts), hops=hops, members=members, shared=shared)
         division, ends = divide_windows(division, part, len(alike["train"]))
         for use, of_rank in zip(uses, ends, strict=True):
             use.add(of_rank, division)

@@ -179,7 +179,7 @@ def script_of(plan: Plan, topology: Topology, transport: str, options: Options, 
     on_gpus = shared if transport == "auto" else None
     for number, of_part in together.items():
         kinds = [plan.later_hops[hop] for hop in range(joined) if hop < number <= hop + plan.waves]
-        divided = _nccl_buckets(of_part, options, ranks, members, on_gpus, kinds)
+        divided = _nccl_buckets(of_part, options, ranks, members, on_gpus, kinds, plan.waves + joined)
         parts.append(_Part(0, number, "nccl", *divided))
     merged = max(1, -(-sum(part.buckets.messages for part in parts) // most))
     writer = _Writer(topology, merged, relayed=bool(plan.later_hops), joined=joined)
@@ -225,16 +225,17 @@ def _nccl_buckets(
     members: tuple[int, ...],
     shared: SharedGpus | None,
     kinds: Sequence[HopKind],
+    parts: int,
 ) -> tuple[PairBuckets, Division]:
     """The buckets of hops whose messages share rounds. `members` are the ranks that exchange anything over nccl.
 
-    Replicas may pass on in the hops of these `kinds`.
+    Replicas may pass on in the hops of these `kinds`. The refit has so many `parts`.
     """
     budget = ScratchBudget(options.scratch_bytes, checksums=options.checksums)
     pairs = np.bincount(
         np.concatenate([end for traffic in hops for end in (traffic.src, traffic.dst)]), minlength=ranks
     )
-    division = divide(budget, pairs.tolist(), hops=kinds, members=members, shared=shared)
+    division = divide(budget, pairs.tolist(), parts=parts, hops=kinds, members=members, shared=shared)
     if division.keeps_pace:
         most = [0, 0]
         for traffic in hops:

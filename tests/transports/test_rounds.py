@@ -38,6 +38,7 @@ from mcore_reshard.kernels.transports.nccl.staging import (
     with_windows,
 )
 from mcore_reshard.kernels.transports.rounds import phase_of
+from mcore_reshard.planner.plan.paths import HopKind
 from mcore_reshard.planner.plan.schedule import Schedule
 from mcore_reshard.session.replica_copy import _schedule as copy_schedule
 from mcore_reshard.session.replica_copy import list_tensors
@@ -356,6 +357,57 @@ def test_pairs_keep_pace_with_the_one_that_has_the_most_buckets() -> None:
     assert division.most == (10, 80) and (division.pace("train"), division.pace("relay")) == (10, 80)
     direct = divide(ScratchBudget(), [16, 16]).with_most([(9, 0), (10, 0)])
     assert direct.most == (10, 0) and direct.pace("train") == 0
+
+
+@pytest.mark.parametrize(
+    ("most", "paces"), [((20, 128), (20, 140)), ((80, 9), (80, 80)), ((0, 9), (0, 9)), ((3, 0), (3, 0))]
+)
+def test_replicas_have_a_multiple_of_the_trainers_pace(most: tuple[int, int], paces: tuple[int, int]) -> None:
+    assert divide(ScratchBudget(), [16, 16], hops=("relay",)).with_most([most]).most == paces
+
+
+def test_every_window_has_as_much_of_every_pair_that_keeps_the_pace() -> None:
+    """16 pairs of the trainer with 18 buckets, one of a replica with 128: 64 windows would have 3 to 6 of the former."""
+    division = divide(ScratchBudget(), [16] * 24, hops=("relay",)).with_most([(18, 128)])
+    counts = [division.pace("train")] * 16 + [division.pace("relay")]
+    assert counts[-1] % counts[0] == 0
+    number, count = (
+        np.concatenate(each) for each in ([*map(np.arange, counts)], [np.full(each, each) for each in counts])
+    )
+    turn = np.repeat(np.arange(17), counts)
+    phase = np.concatenate([division.phase_of(np.full(each, at), 0, 0) for at, each in enumerate(counts)])
+    messages = Messages(number, count, turn, phase, np.full(len(number), 6 << 20))
+    windows = next(windows_that_fit(division, messages))
+    assert windows % counts[0] == 0
+    filled = np.bincount(messages.windows(windows) * 17 + turn, minlength=windows * 17).reshape(windows, 17)
+    of_trainer, of_replica = filled[:, :16].sum(axis=1), filled[:, 16]
+    assert np.ptp(of_trainer) <= 2 and np.ptp(of_replica) <= 1, "unless windows are as many, or a multiple"
+
+
+def test_many_windows_are_halved_where_all_pairs_have_two_buckets_in_each() -> None:
+    division = divide(ScratchBudget(), [26] * 128, hops=("relay",)).with_most([(80, 9)])
+    tried = [*windows_that_fit(division, Messages(*(np.ones(1, np.int64),) * 5))]
+    assert {20, 40, 80, 160} <= {*tried} and 10 not in tried and all(80 % each == 0 or each % 80 == 0 for each in tried)
+
+
+@pytest.mark.parametrize(
+    ("peers", "parts", "hops", "bucket_mib", "paced"),
+    [
+        (64, 4, (), 10.6, False),
+        (64, 16, (), 2.6, True),
+        (47, 16, (), 8.0, False),
+        (64, 4, ("share",), 10.6, False),
+        (64, 16, ("share",), 2.6, True),
+        (8, 4, ("share",), 2.6, True),
+        (8, 4, ("relay",), 16.0, True),
+    ],
+)
+def test_messages_are_finer_where_ranks_relay_and_where_many_parts_have_many_peers(
+    peers: int, parts: int, hops: tuple[HopKind, ...], bucket_mib: float, paced: bool
+) -> None:
+    division = divide(ScratchBudget(), [peers] * 2, parts=parts, hops=hops)
+    assert int(division.bucket_bytes / 2**20 * 10) / 10 == bucket_mib
+    assert division.keeps_pace == paced and not (paced and division.keeps_streams)
 
 
 def test_pairs_keep_no_pace_where_messages_are_tiny() -> None:

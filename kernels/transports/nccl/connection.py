@@ -211,7 +211,7 @@ class NcclConnection:
         members = tuple(rank for rank, (pairs, _, _) in enumerate(words) if any(pairs))
         try:
             divisions = [
-                divide(budget, pairs, hops={*chain(*hops)}, members=members, shared=shared)
+                divide(budget, pairs, parts=len(self._parts), hops={*chain(*hops)}, members=members, shared=shared)
                 for pairs, hops in zip(
                     zip(*(pairs for pairs, _, _ in words), strict=True),
                     zip(*(hops for _, hops, _ in words), strict=True),

@@ -16,18 +16,20 @@ reach 297 GB/s with one stream, 321 with two.
 
 All ranks take the same number of windows: the fewest with which the fullest round of every rank fits into a slot. Ranks
 with few peers take at least as many as the pair with the most buckets has, so that all streams have rounds; in waves, which
-have few buckets, and where replicas pass on, half as many.
+have few buckets, half as many.
 
 Replicas that pass bytes on do so in the rounds of the trainer's next waves. One group has what a rank receives from the
 trainer and from replicas, and what it sends to these. The fuller side of the fullest rank decides how long such a round
-takes. So messages are smaller, or only those over NVLink; and pairs keep pace with the one that has the most buckets, those
-of the trainer and those of replicas for themselves. They have as many buckets, half as many, a quarter (see `cut_buckets`):
+takes. So messages are smaller, or only those over NVLink; and pairs keep a pace. Those of the trainer have as many buckets as
+the one of them with the most, half as many, a quarter (see `cut_buckets`). Those of replicas have as many, or a multiple; and
+so are windows:
 
-    own numbers      75 buckets  0.0  1.0  2.0 ...  74.0          72 buckets  0.0  1.04  2.08 ...  74.0    of 75 parts
-    in pace          75 buckets  0.0  1.0  2.0 ...  74.0          75 buckets  0.0  1.0   2.0  ...  74.0
+    own numbers      20 of the trainer's, 128 of a replica's, 64 windows        4 or 5 of 16 pairs of the trainer in a window
+    in pace          20 of the trainer's, 140 of a replica's, 40 windows        8 of 16
 
-With other numbers, the buckets of all pairs would come together at some moments, and none would at others. Where ranks share
-GPUs, replicas pass on in rounds of a stream of their own.
+With other numbers, the buckets of all pairs would come together at some moments, and none would at others. What a rank with
+many peers gets in many waves keeps a pace as well. Where ranks share GPUs, replicas pass on in rounds of a stream of their
+own.
 """
 
 from __future__ import annotations
@@ -69,8 +71,9 @@ from .shared_gpus import SharedGpus
 DIGEST_BYTES = 16  # after each bucket, where buckets are checked
 _MOST_MESSAGES = 16  # that a slot holds at their full size: of 512 MiB, 8 MiB each
 _MOST_OF_MANY = 12  # the same where a rank has many peers: 10.7 MiB each. Rounds then fill evenly with fewer messages
-_MOST_JOINED = 48  # the same where a slot has what a rank sends and what it receives: 2.7 MiB each
+_MOST_PACED = 48  # the same where pairs keep a pace: 2.7 MiB each
 _SO_MANY_PEERS = 48
+_SO_MANY_PARTS = 16  # of a refit, from which on a rank with so many peers has little for each of them in a part
 _OF_SHARES = 6  # Messages within a domain are so many times smaller than those of 10.7 MiB: NVLink has them at once.
 _SEGMENTS = 16  # of a full message, if many are to be equally full: whole transfers of 7 MiB would fill two thirds
 _LEAST_SEGMENT_BYTES = 64 << 10  # If scratch is small, segments would take more copies than they are worth.
@@ -80,6 +83,7 @@ _MANY_PEERS = 4  # for each stream, from which on a pair keeps to one
 _MOST_OF_A_PAIR = 8  # of its buckets in a window, where pairs keep to a stream
 _FEW_BUCKETS = 32  # of the pair with the most, as in a wave: if it has fewer, windows may have two of it
 _LEAST_WINDOWS = 4  # these, so that both streams have rounds
+_LEAST_HALVED = 16  # windows, if every pair has two buckets in each, or four
 _GROWTH, _GROWTHS = 1.1, 88  # the numbers of windows that are tried
 
 
@@ -162,7 +166,8 @@ class Division:
         """The division once it is known how many buckets the pairs with the most have, by rank."""
         of_train, of_replicas = (max(each) for each in zip(*most, strict=True))
         if self.keeps_pace:
-            of_train, of_replicas = pace_of(of_train), pace_of(of_replicas)
+            of_train, of_all = pace_of(of_train), max(1, pace_of(of_train or of_replicas))
+            of_replicas = -(-of_replicas // of_all) * of_all
         return replace(self, most=(of_train, of_replicas))
 
     def pace(self, hop: HopKind) -> int:
@@ -331,16 +336,18 @@ def divide(
     budget: ScratchBudget,
     pairs: Sequence[int],
     *,
+    parts: int = 1,
     hops: Collection[HopKind] = (),
     members: tuple[int, ...] = (),
     shared: SharedGpus | None = None,
 ) -> Division:
     """Divide scratch so that the rank with the most peers fits. `pairs[r]` is the `pair_count` of group rank `r`.
 
-    A slot has a place for one bucket of each peer, or for 16; for 12 where a rank has 48 peers or more. With 2 streams of 2
-    slots, 4 peers and 512 MiB, buckets have 32 MiB. Where replicas send as well, in these `hops`, it has places for 48; or
-    for 12, if they do so within their domain alone, and have many peers. `members` are the ranks with peers in any part, by
-    default in this one. Where those of both sides share GPUs (`shared`), there may be more streams.
+    A slot has a place for one bucket of each peer, or for 16; for 12 where a rank has many peers: 48 or more. With 2 streams
+    of 2 slots, 4 peers and 512 MiB, buckets have 32 MiB. A slot has up to 48, and pairs keep a pace, where replicas send as
+    well, in these `hops`, and where a rank has many peers in a refit of 16 `parts` or more. In fewer parts, many peers keep
+    larger messages if replicas send within their domain alone. `members` are the ranks with peers in any part, by default in
+    this one. Where those of both sides share GPUs (`shared`), there may be more streams.
     Raises ValueError if less than one element fits.
     """
     with_peers = tuple(rank for rank, count in enumerate(pairs) if count)
@@ -349,24 +356,25 @@ def divide(
         shared = None
     counts = [pairs[rank] for rank in with_peers] or [1]
     has_many = max(counts) >= _SO_MANY_PEERS
-    is_joined = bool(hops) and not (has_many and {*hops} == {"share"})
-    most_messages = _MOST_JOINED if is_joined else _MOST_OF_MANY if has_many else _MOST_MESSAGES
+    is_fine = (bool(hops) and not (has_many and {*hops} == {"share"})) or (has_many and parts >= _SO_MANY_PARTS)
+    most_messages = _MOST_PACED if is_fine else _MOST_OF_MANY if has_many else _MOST_MESSAGES
     bucket_bytes = bucket_bytes_within(
         budget.scratch_bytes,
-        min(max(counts), most_messages),
+        most_messages if is_fine and "share" in hops else min(max(counts), most_messages),
         (budget.streams if shared is None else shared.streams(budget.streams)) * budget.slots,
         DIGEST_BYTES if budget.checksums else 0,
     )
+    keeps_pace = is_fine and bucket_bytes >= _LEAST_PACED_BYTES
     keeps_streams = min(counts) >= _MANY_PEERS * budget.streams or (shared is not None and shared.digits > 1)
     return Division(
         bucket_bytes,
         budget,
         members,
-        keeps_streams and not hops,
+        keeps_streams and not hops and not keeps_pace,
         tuple(sorted(hops)),
-        of_shares=_OF_SHARES if hops and not is_joined else 1,
-        segments=_SEGMENTS if has_many or is_joined else 1,
-        keeps_pace=is_joined and bucket_bytes >= _LEAST_PACED_BYTES,
+        of_shares=_OF_SHARES if hops and not is_fine else 1,
+        segments=_SEGMENTS if has_many or is_fine else 1,
+        keeps_pace=keeps_pace,
         shared=shared,
     )
 
@@ -419,15 +427,22 @@ def _windows_to_try(division: Division, bytes_of_ranks: Iterable[int]) -> list[i
     `division` knows how many buckets the pair with the most has.
     """
     assert division.most is not None
+    growths = [_GROWTH**growth for growth in range(_GROWTHS)]
     most = fewest = max(1, *division.most)
     if division.keeps_streams:
         fewest = max(1, most // _MOST_OF_A_PAIR)
-    elif division.keeps_pace or most < _FEW_BUCKETS:
+    elif most < _FEW_BUCKETS:
         fewest = max(min(most, _LEAST_WINDOWS), most // 2)
+    tried = {most, *(int(fewest * growth) for growth in growths)}
+    if division.keeps_pace:
+        pace = max(1, division.most[0] or division.most[1])
+        tried = {pace * int(growth) for growth in growths}
+        while pace >= 2 * _LEAST_HALVED and pace % 2 == 0:
+            pace //= 2
+            tried.add(pace)
     one_stream = not division.keeps_streams and division.shared is None  # in a window
     most_of_window = division.slot_bytes * (1 if one_stream else division.streams)
     most_of_rank = max(bytes_of_ranks, default=0)
-    tried = {most, *(int(fewest * _GROWTH**growth) for growth in range(_GROWTHS))}
     return sorted(windows for windows in tried if windows * most_of_window >= most_of_rank)
 
 
