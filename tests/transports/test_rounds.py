@@ -396,6 +396,7 @@ def test_many_windows_are_halved_where_all_pairs_have_two_buckets_in_each() -> N
         (64, 4, (), 10.6, False),
         (64, 16, (), 2.6, True),
         (47, 16, (), 8.0, False),
+        (128, 16, (), 10.6, False),
         (64, 4, ("share",), 10.6, False),
         (64, 16, ("share",), 2.6, True),
         (8, 4, ("share",), 2.6, True),

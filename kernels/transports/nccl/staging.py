@@ -73,7 +73,8 @@ _MOST_MESSAGES = 16  # that a slot holds at their full size: of 512 MiB, 8 MiB e
 _MOST_OF_MANY = 12  # the same where a rank has many peers: 10.7 MiB each. Rounds then fill evenly with fewer messages
 _MOST_PACED = 48  # the same where pairs keep a pace: 2.7 MiB each
 _SO_MANY_PEERS = 48
-_SO_MANY_PARTS = 16  # of a refit, from which on a rank with so many peers has little for each of them in a part
+_SO_MANY_PARTS = 16  # of a refit, from which on a rank with so many peers has little for each of them in a part;
+_FEWER_PEERS = 96  # if a rank has more, messages stay large
 _OF_SHARES = 6  # Messages within a domain are so many times smaller than those of 10.7 MiB: NVLink has them at once.
 _SEGMENTS = 16  # of a full message, if many are to be equally full: whole transfers of 7 MiB would fill two thirds
 _LEAST_SEGMENT_BYTES = 64 << 10  # If scratch is small, segments would take more copies than they are worth.
@@ -345,9 +346,9 @@ def divide(
 
     A slot has a place for one bucket of each peer, or for 16; for 12 where a rank has many peers: 48 or more. With 2 streams
     of 2 slots, 4 peers and 512 MiB, buckets have 32 MiB. A slot has up to 48, and pairs keep a pace, where replicas send as
-    well, in these `hops`, and where a rank has many peers in a refit of 16 `parts` or more. In fewer parts, many peers keep
-    larger messages if replicas send within their domain alone. `members` are the ranks with peers in any part, by default in
-    this one. Where those of both sides share GPUs (`shared`), there may be more streams.
+    well, in these `hops`, and where ranks have 48 to 96 peers in a refit of 16 `parts` or more. Else, many peers keep larger
+    messages if replicas send within their domain alone. `members` are the ranks with peers in any part, by default in this
+    one. Where those of both sides share GPUs (`shared`), there may be more streams.
     Raises ValueError if less than one element fits.
     """
     with_peers = tuple(rank for rank, count in enumerate(pairs) if count)
@@ -356,7 +357,8 @@ def divide(
         shared = None
     counts = [pairs[rank] for rank in with_peers] or [1]
     has_many = max(counts) >= _SO_MANY_PEERS
-    is_fine = (bool(hops) and not (has_many and {*hops} == {"share"})) or (has_many and parts >= _SO_MANY_PARTS)
+    has_little = has_many and max(counts) <= _FEWER_PEERS and parts >= _SO_MANY_PARTS
+    is_fine = has_little or (bool(hops) and not (has_many and {*hops} == {"share"}))
     most_messages = _MOST_PACED if is_fine else _MOST_OF_MANY if has_many else _MOST_MESSAGES
     bucket_bytes = bucket_bytes_within(
         budget.scratch_bytes,
