@@ -200,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "deadline_s": DEADLINE_S,
             "minutes": minutes(),
             "jobs": arguments.jobs,
-            **(_note(len(before["rows"]), len(numbers), before["jobs"], arguments.jobs) if arguments.again else {}),
+            **(_note(before, len(numbers), arguments.jobs) if arguments.again else {}),
             "cells": len(rows),
             "planned": len(chosen),
             "counts": summary(rows),
@@ -218,9 +218,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if any(each["problems"] for each in rows) else 0
 
 
-def _note(rows: int, again: int, jobs_before: int, jobs: int) -> dict[str, str]:
-    first = f"A first run of {rows} cells ran {jobs_before} at a time"
-    return {"note": f"{first}; {again}, which were late or missing, are of a second run, {jobs} at a time"}
+def _note(before: dict[str, Any], again: int, jobs: int) -> dict[str, str]:
+    first = before.get("note") or f"A first run of {len(before['rows'])} cells ran {before['jobs']} at a time"
+    return {"note": f"{first}; {again}, which were late or missing, are of another run, {jobs} at a time"}
 
 
 if __name__ == "__main__":

@@ -54,6 +54,7 @@ class Sites:
 
     @property
     def _nearness(self) -> bytes:
+        """Who is on the GPU, in the domain, and on a rail of whom."""
         rails = b"" if self.on_rail is None else self.on_rail.tobytes()
         numbers, domains = np.unique(self.dst_domains, return_inverse=True)
         sources = self.src_domains - self.src_domains.min()  # gaps between numbers make another key: no harm, and fast

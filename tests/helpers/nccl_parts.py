@@ -56,7 +56,7 @@ def joined_parts(
     for part, of_part in zip(parts_of_all, pairs, strict=True):
         ranks = [[bound.schedule for bound in of_rank] for of_rank in part]
         hops = {schedule.hop_kind for of_rank in ranks for schedule in of_rank[1:]}
-        division = divide(budget, of_part, hops=hops, members=members, shared=shared)
+        division = divide(budget, of_part, parts=len(parts_of_all), hops=hops, members=members, shared=shared)
         division, _ = divide_windows(division, ranks, plan.train.world)
         devices.append({rank: Device.of(part[rank], division, plan.train.world) for rank in members})
     return devices, division.communicators(), tensors

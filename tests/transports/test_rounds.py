@@ -360,7 +360,8 @@ def test_pairs_keep_pace_with_the_one_that_has_the_most_buckets() -> None:
 
 
 @pytest.mark.parametrize(
-    ("most", "paces"), [((20, 128), (20, 140)), ((80, 9), (80, 80)), ((0, 9), (0, 9)), ((3, 0), (3, 0))]
+    ("most", "paces"),
+    [((20, 128), (20, 140)), ((80, 9), (80, 80)), ((80, 90), (80, 160)), ((0, 9), (0, 9)), ((3, 0), (3, 0))],
 )
 def test_replicas_have_a_multiple_of_the_trainers_pace(most: tuple[int, int], paces: tuple[int, int]) -> None:
     assert divide(ScratchBudget(), [16, 16], hops=("relay",)).with_most([most]).most == paces
@@ -409,6 +410,16 @@ def test_messages_are_finer_where_ranks_relay_and_where_many_parts_have_many_pee
     division = divide(ScratchBudget(), [peers] * 2, parts=parts, hops=hops)
     assert int(division.bucket_bytes / 2**20 * 10) / 10 == bucket_mib
     assert division.keeps_pace == paced and not (paced and division.keeps_streams)
+
+
+def test_scratch_for_few_peers_is_enough_where_it_is_small() -> None:
+    """48 places for one peer's messages would need 3,072 bytes."""
+    assert divide(ScratchBudget(512), [5] * 3, hops=("share", "relay")).bucket_bytes == 16
+
+
+def test_both_streams_have_rounds_where_pairs_have_one_bucket() -> None:
+    division = divide(ScratchBudget(), [8] * 4, hops=("relay",)).with_most([(1, 1)])
+    assert next(windows_that_fit(division, Messages(*(np.ones(1, np.int64),) * 5))) == 2
 
 
 def test_pairs_keep_no_pace_where_messages_are_tiny() -> None:

@@ -20,9 +20,9 @@ have few buckets, half as many.
 
 Replicas that pass bytes on do so in the rounds of the trainer's next waves. One group has what a rank receives from the
 trainer and from replicas, and what it sends to these. The fuller side of the fullest rank decides how long such a round
-takes. So messages are smaller, or only those over NVLink; and pairs keep a pace. Those of the trainer have as many buckets as
-the one of them with the most, half as many, a quarter (see `cut_buckets`). Those of replicas have as many, or a multiple; and
-so are windows:
+takes. So messages are smaller, or only those over NVLink; and pairs keep a pace: the number of buckets of the trainer's pair
+with the most, and for replicas a multiple of it. Pairs have so many, half as many, a quarter (see `cut_buckets`). The trainer's
+pace, its half, or a multiple is the number of windows:
 
     own numbers      20 of the trainer's, 128 of a replica's, 64 windows        4 or 5 of 16 pairs of the trainer in a window
     in pace          20 of the trainer's, 140 of a replica's, 40 windows        8 of 16
@@ -74,7 +74,7 @@ _MOST_OF_MANY = 12  # the same where a rank has many peers: 10.7 MiB each. Round
 _MOST_PACED = 48  # the same where pairs keep a pace: 2.7 MiB each
 _SO_MANY_PEERS = 48
 _SO_MANY_PARTS = 16  # of a refit, from which on a rank with so many peers has little for each of them in a part;
-_FEWER_PEERS = 96  # if a rank has more, messages stay large
+_FEWER_PEERS = 128  # if a rank has as many, messages stay large
 _OF_SHARES = 6  # Messages within a domain are so many times smaller than those of 10.7 MiB: NVLink has them at once.
 _SEGMENTS = 16  # of a full message, if many are to be equally full: whole transfers of 7 MiB would fill two thirds
 _LEAST_SEGMENT_BYTES = 64 << 10  # If scratch is small, segments would take more copies than they are worth.
@@ -116,7 +116,7 @@ class Division:
     hops: tuple[HopKind, ...] = ()  # in which replicas send as well
     of_shares: int = 1  # so many times smaller are buckets that they send within their domain
     segments: int = 1  # of a full bucket; fewer where they would be too small
-    keeps_pace: bool = False  # whether pairs keep pace with each other
+    keeps_pace: bool = False  # whether pairs of a hop have as many buckets, half as many, or a quarter
     most: tuple[int, int] | None = None  # buckets of the pair with the most, once known: of the trainer's, of replicas
     windows: int = 1
     shared: SharedGpus | None = None  # where members of both sides share GPUs
@@ -345,8 +345,8 @@ def divide(
     """Divide scratch so that the rank with the most peers fits. `pairs[r]` is the `pair_count` of group rank `r`.
 
     A slot has a place for one bucket of each peer, or for 16; for 12 where a rank has many peers: 48 or more. With 2 streams
-    of 2 slots, 4 peers and 512 MiB, buckets have 32 MiB. A slot has up to 48, and pairs keep a pace, where replicas send as
-    well, in these `hops`, and where ranks have 48 to 96 peers in a refit of 16 `parts` or more. Else, many peers keep larger
+    of 2 slots, 4 peers and 512 MiB, buckets have 32 MiB. Where replicas send as well, in these `hops`, a slot has up to 48, and
+    pairs keep a pace; so it is where ranks have 48 to 127 peers in a refit of 16 `parts` or more. Else, many peers keep larger
     messages if replicas send within their domain alone. `members` are the ranks with peers in any part, by default in this
     one. Where those of both sides share GPUs (`shared`), there may be more streams.
     Raises ValueError if less than one element fits.
@@ -357,15 +357,15 @@ def divide(
         shared = None
     counts = [pairs[rank] for rank in with_peers] or [1]
     has_many = max(counts) >= _SO_MANY_PEERS
-    has_little = has_many and max(counts) <= _FEWER_PEERS and parts >= _SO_MANY_PARTS
+    has_little = has_many and max(counts) < _FEWER_PEERS and parts >= _SO_MANY_PARTS
     is_fine = has_little or (bool(hops) and not (has_many and {*hops} == {"share"}))
     most_messages = _MOST_PACED if is_fine else _MOST_OF_MANY if has_many else _MOST_MESSAGES
-    bucket_bytes = bucket_bytes_within(
-        budget.scratch_bytes,
-        most_messages if is_fine and "share" in hops else min(max(counts), most_messages),
-        (budget.streams if shared is None else shared.streams(budget.streams)) * budget.slots,
-        DIGEST_BYTES if budget.checksums else 0,
-    )
+    slots = (budget.streams if shared is None else shared.streams(budget.streams)) * budget.slots
+    digest_bytes = DIGEST_BYTES if budget.checksums else 0
+    places = min(max(counts), most_messages)
+    if is_fine and "share" in hops and budget.scratch_bytes >= 2 * _LEAST_PACED_BYTES * slots * most_messages:
+        places = most_messages
+    bucket_bytes = bucket_bytes_within(budget.scratch_bytes, places, slots, digest_bytes)
     keeps_pace = is_fine and bucket_bytes >= _LEAST_PACED_BYTES
     keeps_streams = min(counts) >= _MANY_PEERS * budget.streams or (shared is not None and shared.digits > 1)
     return Division(
@@ -431,17 +431,18 @@ def _windows_to_try(division: Division, bytes_of_ranks: Iterable[int]) -> list[i
     assert division.most is not None
     growths = [_GROWTH**growth for growth in range(_GROWTHS)]
     most = fewest = max(1, *division.most)
-    if division.keeps_streams:
-        fewest = max(1, most // _MOST_OF_A_PAIR)
-    elif most < _FEW_BUCKETS:
-        fewest = max(min(most, _LEAST_WINDOWS), most // 2)
-    tried = {most, *(int(fewest * growth) for growth in growths)}
     if division.keeps_pace:
         pace = max(1, division.most[0] or division.most[1])
-        tried = {pace * int(growth) for growth in growths}
+        tried = {pace * int(growth) for growth in growths} - {1}  # both streams have rounds
         while pace >= 2 * _LEAST_HALVED and pace % 2 == 0:
             pace //= 2
             tried.add(pace)
+    else:
+        if division.keeps_streams:
+            fewest = max(1, most // _MOST_OF_A_PAIR)
+        elif most < _FEW_BUCKETS:
+            fewest = max(min(most, _LEAST_WINDOWS), most // 2)
+        tried = {most, *(int(fewest * growth) for growth in growths)}
     one_stream = not division.keeps_streams and division.shared is None  # in a window
     most_of_window = division.slot_bytes * (1 if one_stream else division.streams)
     most_of_rank = max(bytes_of_ranks, default=0)
