@@ -114,19 +114,23 @@ def nccl_parts(parts: list[list[list[Schedule]]], plan: Plan, shared: SharedGpus
     pairs = [[sum(map(pair_count, of_rank)) for of_rank in part] for part in parts]
     members = tuple(np.flatnonzero(np.sum(pairs, axis=0)).tolist())
     for part in parts:
-        for name, of_rank in nccl_part(part, plan.train.world, members, shared).items():
+        for name, of_rank in nccl_part(part, plan.train.world, members, shared, len(parts)).items():
             runs.setdefault(name, []).extend(of_rank)
     return runs
 
 
 def nccl_part(
-    ranks: list[list[Schedule]], train_ranks: int, members: tuple[int, ...] = (), shared: SharedGpus | None = None
+    ranks: list[list[Schedule]],
+    train_ranks: int,
+    members: tuple[int, ...] = (),
+    shared: SharedGpus | None = None,
+    parts: int = 1,
 ) -> Runs:
     """The runs of a part; of each rank, what it exchanges with the other world and with replicas."""
     pairs = [sum(map(pair_count, of_rank)) for of_rank in ranks]
     hops = {schedule.hop_kind for of_rank in ranks for schedule in of_rank[1:]}
     budget = ScratchBudget(OPTIONS.scratch_bytes)
-    division = divide(budget, pairs, hops=hops, members=members, shared=shared)
+    division = divide(budget, pairs, parts=parts, hops=hops, members=members, shared=shared)
     division, ends = divide_windows(division, ranks, train_ranks)
     runs: Runs = {}
     for of_rank in ends:
@@ -211,7 +215,13 @@ def test_the_scripts_of_a_plan_that_knows_its_hosts_are_those_of_the_executors(c
 
 
 @pytest.mark.parametrize("train", ["tp=2,pp=2", "tp=4"])
-def test_the_script_of_auto_between_hosts_has_the_waves_of_the_nccl_executor(train: str) -> None:
+@pytest.mark.parametrize("are_many", [False, True])
+def test_the_script_of_auto_between_hosts_has_the_waves_of_the_nccl_executor(
+    train: str, are_many: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if are_many:  # as where ranks have 48 peers, and a refit 16 parts
+        monkeypatch.setattr(staging, "_SO_MANY_PEERS", 2)
+        monkeypatch.setattr(staging, "_SO_MANY_PARTS", 2)
     plan = on_hosts(Case("tiny-qwen3-moe", train, "tp=1,dp=4"), 4)
     assert plan.later_hops == ("share",)
     found = runs_of_script(plan, script(plan, "auto"))
