@@ -400,7 +400,8 @@ def test_many_windows_are_halved_where_all_pairs_have_two_buckets_in_each() -> N
         (128, 16, (), 10.6, False),
         (64, 4, ("share",), 10.6, False),
         (64, 16, ("share",), 2.6, True),
-        (8, 4, ("share",), 2.6, True),
+        (8, 4, ("share",), 16.0, True),
+        (8, 16, ("share",), 2.6, True),
         (8, 4, ("relay",), 16.0, True),
     ],
 )
@@ -414,7 +415,7 @@ def test_messages_are_finer_where_ranks_relay_and_where_many_parts_have_many_pee
 
 def test_scratch_for_few_peers_is_enough_where_it_is_small() -> None:
     """48 places for one peer's messages would need 3,072 bytes."""
-    assert divide(ScratchBudget(512), [5] * 3, hops=("share", "relay")).bucket_bytes == 16
+    assert divide(ScratchBudget(512), [5] * 3, parts=16, hops=("share", "relay")).bucket_bytes == 16
 
 
 def test_both_streams_have_rounds_where_pairs_have_one_bucket() -> None:

@@ -346,7 +346,7 @@ def divide(
 
     A slot has a place for one bucket of each peer, or for 16; for 12 where a rank has many peers: 48 or more. With 2 streams
     of 2 slots, 4 peers and 512 MiB, buckets have 32 MiB. Where replicas send as well, in these `hops`, a slot has up to 48, and
-    pairs keep a pace; so it is where ranks have 48 to 127 peers in a refit of 16 `parts` or more. Else, many peers keep larger
+    pairs keep a pace. So they do where ranks have 48 to 127 peers in a refit of 16 `parts` or more. Else, many peers keep larger
     messages if replicas send within their domain alone. `members` are the ranks with peers in any part, by default in this
     one. Where those of both sides share GPUs (`shared`), there may be more streams.
     Raises ValueError if less than one element fits.
@@ -363,7 +363,9 @@ def divide(
     slots = (budget.streams if shared is None else shared.streams(budget.streams)) * budget.slots
     digest_bytes = DIGEST_BYTES if budget.checksums else 0
     places = min(max(counts), most_messages)
-    if is_fine and "share" in hops and budget.scratch_bytes >= 2 * _LEAST_PACED_BYTES * slots * most_messages:
+    is_roomy = budget.scratch_bytes >= 2 * _LEAST_PACED_BYTES * slots * most_messages
+    if is_fine and "share" in hops and parts >= _SO_MANY_PARTS and is_roomy:
+        # Rounds have bytes by NIC and by NVLink. With few large messages, some would wait for the NIC, and some would not.
         places = most_messages
     bucket_bytes = bucket_bytes_within(budget.scratch_bytes, places, slots, digest_bytes)
     keeps_pace = is_fine and bucket_bytes >= _LEAST_PACED_BYTES
