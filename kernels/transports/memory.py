@@ -71,6 +71,7 @@ from .nccl.staging import (
 from .reach import joined_hops, shared_gpus
 from .rounds import bucket_bytes_within, gloo_window, in_parts
 
+TRANSPORTS = ("direct", "nccl", "gloo", "auto")
 _PLACE = 1 << 40  # bytes between two tensors, where it is counted what executors would do
 _FEW_TRANSFERS = 50_000  # Every rank of a plan is counted up to here.
 # Beyond that, ranks count as one whose shares of bytes that cross NICs, and that are pushed, are the same in so many steps.
@@ -107,7 +108,7 @@ def session_memory(
     plan: Plan,
     options: Options = Options(),  # noqa: B008
     topology: Topology | None = None,
-    transports: Collection[str] = ("direct", "nccl", "gloo", "auto"),
+    transports: Collection[str] = TRANSPORTS,
 ) -> SessionMemory:
     """The memory of a session with `plan`, over each of the `transports`.
 
@@ -160,6 +161,11 @@ def session_memory(
         },
         tuple(staging[rank] for rank in alike["gen"].tolist()),
     )
+
+
+def counts_every_rank(plan: Plan) -> bool:
+    """Whether the plan has few transfers: then no rank is counted for others, and that takes less than a second."""
+    return sum(transfers for _, transfers, _ in plan.stage_totals) <= _FEW_TRANSFERS
 
 
 @dataclass(frozen=True)
@@ -215,7 +221,7 @@ def _alike(plan: Plan, world: World, topology: Topology | None, pushed: NDArray[
     if world == "gen" and plan.later_hops:  # in a chain, the last replica pushes nothing
         stage = 2 * stage + (np.arange(mesh.world) + replica_ranks(plan.gen) < mesh.world)
     counted = np.arange(mesh.world)
-    if sum(transfers for _, transfers, _ in plan.stage_totals) <= _FEW_TRANSFERS:
+    if counts_every_rank(plan):
         return counted
     if topology is not None and plan.topology is not None:  # `auto` takes nccl for these bytes
         far = (plan.loads.sent if world == "train" else plan.loads.received)[NIC]

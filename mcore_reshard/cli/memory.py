@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import pickle
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
 from rich.console import RenderableType
 
-from mcore_reshard.kernels.transports.memory import SessionMemory
+from mcore_reshard.kernels.transports.memory import TRANSPORTS, SessionMemory, counts_every_rank, session_memory
+from mcore_reshard.planner.plan.plan import Plan
+from mcore_reshard.planner.topology.topology import Topology
 from mcore_reshard.report.memory import COLUMNS, NOTE, memory_rows
 
 from .render import noted, table
+
+
+@contextmanager
+def counted_beside(
+    plan: Plan, topology: Topology | None, transports: Collection[str] = TRANSPORTS
+) -> Iterator[Callable[[], SessionMemory]]:
+    """What tells a session's memory. For large plans another process counts it while the body runs."""
+    if counts_every_rank(plan):
+        yield lambda: session_memory(plan, topology=topology, transports=transports)
+        return
+    sent = pickle.dumps(plan)  # now: a plan keeps what the body asks it for
+    with ProcessPoolExecutor(1) as beside:
+        yield beside.submit(_counted, sent, topology, transports).result
+
+
+def _counted(plan: bytes, topology: Topology | None, transports: Collection[str]) -> SessionMemory:
+    return session_memory(pickle.loads(plan), topology=topology, transports=transports)
 
 
 def as_json(memory: SessionMemory) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from rich.console import RenderableType
 
-from mcore_reshard.kernels.transports.memory import session_memory
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.plan_file import PlanFileError
 from mcore_reshard.planner.proof.prove import Proof, ProofError
@@ -19,7 +18,7 @@ from mcore_reshard.report.page import chart_library, report_page
 from mcore_reshard.simulate.simulate import simulate
 
 from .inputs import collect_problems, machine_of, place_problems, read_plan, uses_pxn
-from .memory import as_json
+from .memory import as_json, counted_beside
 from .plan import cannot_write, unwritable
 from .render import facts, print_report, progress, size, verdict
 from .summary import summarize
@@ -40,11 +39,13 @@ def run(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     with progress(f"drawing {plan.model}"):
         proof = plan.prove()
-        simulation = None
-        if topology is not None and proof.ok:
-            simulation = simulate(plan, topology, args.transport, pxn=uses_pxn())
-        summary = summarize(plan, proof)
-        summary["memory"] = as_json(session_memory(plan, topology=topology)) if proof.ok else None
+        simulation, summary = None, summarize(plan, proof)
+        summary["memory"] = None
+        if proof.ok:
+            with counted_beside(plan, topology) as counted:
+                if topology is not None:
+                    simulation = simulate(plan, topology, args.transport, pxn=uses_pxn())
+                summary["memory"] = as_json(counted())
         page = report_page(plan, proof, summary, topology, simulation, measured)
     content = page.encode("utf-8", "replace")
     try:

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from mcore_reshard.kernels.transports.memory import SessionMemory, session_memory
+from mcore_reshard.kernels.transports.memory import SessionMemory
 from mcore_reshard.planner.layout.mesh import format_mesh
 from mcore_reshard.planner.plan.least_time import least_time
 from mcore_reshard.planner.plan.locate import located
@@ -23,7 +23,7 @@ from mcore_reshard.simulate.simulate import simulate
 from mcore_reshard.simulate.simulation import ROUTES, Simulation, Step
 
 from .inputs import collect_problems, is_config, is_plan_file, machine_of, place_problems, read_plan, uses_pxn
-from .memory import as_json, memory_parts
+from .memory import as_json, counted_beside, memory_parts
 from .render import and_more, count, facts, noted, print_report, progress, size, table
 from .summary import rails_fact
 
@@ -60,9 +60,10 @@ def run(args: argparse.Namespace) -> int:
             try:
                 if not is_plan_file(args.source):  # a file is simulated as it is
                     plan = located(plan, topology)
-                outcome = simulate(plan, topology, args.transport, pxn=uses_pxn())
-                least_s = least_time(plan, topology).seconds
-                memory = session_memory(plan, topology=topology, transports=(args.transport,))
+                with counted_beside(plan, topology, (args.transport,)) as counted:
+                    outcome = simulate(plan, topology, args.transport, pxn=uses_pxn())
+                    least_s = least_time(plan, topology).seconds
+                    memory = counted()
             except ValueError as error:
                 raise InputError([str(error)]) from error
         seconds = time.perf_counter() - started

@@ -62,14 +62,15 @@ class _Run:
         self._messages_of = by_round % max(1, messages)
         self._left = np.bincount(both, minlength=rounds)  # messages of each round that have not ended
         self._first_message = np.concatenate([[0], np.cumsum(self._left)])
-        # A round waits for the one before it in its run to begin, and for the one `window` places before it to end.
+        # A round waits for the one before it in its run to begin, and for the one `window` places before it to end. With a
+        # window of one these are one round.
         sizes = np.diff(script.first_round)
         self._run_of = np.repeat(np.arange(runs), sizes)
         place = np.arange(rounds) - script.first_round[self._run_of]
         window = script.window[self._run_of]
-        self._waits = 1 + (place >= window)  # for the round before it, or for the beginning of the run
+        self._waits = 1 + ((place >= window) & (window > 1))  # for the round before it, or for the beginning of the run
         left_in_run = sizes[self._run_of] - place - 1
-        self._next = np.where(left_in_run >= 1, np.arange(rounds) + 1, NOTHING)
+        self._next = np.where((left_in_run >= 1) & (window > 1), np.arange(rounds) + 1, NOTHING)
         self._behind = np.where(left_in_run >= window, np.arange(rounds) + window, NOTHING)
         self._round_start = np.zeros(rounds)
         self._round_end = np.zeros(rounds)
@@ -171,16 +172,15 @@ class _Run:
 
     def _finish_runs(self, over: Ints) -> tuple[Ints, Floats, Ints]:
         """The first rounds of runs that may begin now, since when, and why."""
-        by_time = over[np.argsort(self._round_end[over], kind="stable")]
-        of_round, seconds = self._run_of[by_time], self._round_end[by_time]
-        later = seconds >= self._run_end[of_round]
-        self._run_end[of_round[later]] = seconds[later]  # of several of a run the last one stays
-        self._run_cause[of_round[later]] = self._last[by_time[later]]
+        of_round = self._run_of[over]
         np.subtract.at(self._rounds_left, of_round, 1)
         ended = deque(_distinct(of_round[self._rounds_left[of_round] == 0]).tolist())
         rounds: list[int] = []
         while ended:
             run = ended.popleft()
+            rounds_of = slice(*self._script.first_round[run : run + 2].tolist())
+            last = rounds_of.stop - 1 - int(self._round_end[rounds_of][::-1].argmax())
+            self._run_end[run], self._run_cause[run] = self._round_end[last], self._last[last]
             for follower in self._followers.get(run, ()):
                 self._note(follower, float(self._run_end[run]), int(self._run_cause[run]))
                 self._runs_left[follower] -= 1

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.cli import HYBRID, MOE, Run
+
+from mcore_reshard.cli import memory
+from mcore_reshard.planner.plan.plan_file import load_plan
+from mcore_reshard.planner.topology.topology import parse_topology
 
 
 def routes(report: Any) -> dict[str, int]:
@@ -33,6 +38,26 @@ def test_simulate_says_the_extra_memory_of_each_rank(run: Run, tmp_path: Path) -
         assert memory == {transport: planned[transport], "staged": planned["staged"]}
         assert memory[transport]["gen"][0]["nccl"] > 0
     assert "Extra memory of a rank, at most" in run("simulate", path, *machine).out
+
+
+def test_memory_is_counted_by_another_process_for_large_plans(
+    run: Run, plan_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, here, counted_here = plan_of(MOE), os.getpid(), memory.session_memory
+
+    def elsewhere(*args: Any, **options: Any) -> Any:
+        assert os.getpid() != here
+        return counted_here(*args, **options)
+
+    expected = run("simulate", path, "--topology", "h200-8", "--json").json["memory"]
+    monkeypatch.setattr(memory, "session_memory", elsewhere)
+    plan = load_plan(path)
+    topology = parse_topology("h200-8", plan.train.world, plan.gen.world)
+    with pytest.raises(AssertionError), memory.counted_beside(plan, topology, ("auto",)) as counted:
+        counted()
+    monkeypatch.setattr(memory, "counts_every_rank", lambda plan: False)
+    with memory.counted_beside(plan, topology, ("auto",)) as counted:
+        assert memory.as_json(counted()) == expected
 
 
 def test_shared_hosts_move_less_over_nics(run: Run, plan_of: Any) -> None:
