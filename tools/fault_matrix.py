@@ -172,14 +172,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", action="append", default=[], help="cells whose name contains all of these")
     parser.add_argument("--every", type=int, default=1, help="every so many of the cells")
     parser.add_argument("--jobs", type=int, default=4, help="cells at a time")
-    parser.add_argument("--again", type=Path, metavar="FILE", help="of an earlier run, what was late or is missing")
+    parser.add_argument("--again", type=Path, metavar="FILE", help="of an earlier run, what had problems or is missing")
     parser.add_argument("--out", type=Path, help="where to write the results")
     arguments = parser.parse_args(argv)
     transports = arguments.transport or ["gloo", "golden"]
     every = [cell for name in transports for cell in cells(name)]
     chosen = [cell for cell in every if all(part in str(cell) for part in arguments.only)]
     chosen = chosen[:: arguments.every]
-    before: dict[str, Any] = {"rows": [], "jobs": 0, "minutes": 0.0}
+    before: dict[str, Any] = {"rows": [], "jobs": 0, "minutes": 0.0, "counts": {}}
     if arguments.again:
         before = json.loads(arguments.again.read_text())
     numbers = cells_again(before, chosen) if arguments.again else [*range(len(chosen))]
@@ -220,7 +220,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _note(before: dict[str, Any], again: int, jobs: int) -> dict[str, str]:
     first = before.get("note") or f"A first run of {len(before['rows'])} cells ran {before['jobs']} at a time"
-    return {"note": f"{first}; {again}, which were late or missing, are of another run, {jobs} at a time"}
+    problems = ", ".join(f"{count} {kind}" for kind, count in before["counts"].items() if count)
+    why = f"which were missing, or had problems ({problems})," if problems else "which were missing,"
+    return {"note": f"{first}; {again}, {why} are of another run, {jobs} at a time"}
 
 
 if __name__ == "__main__":
