@@ -81,6 +81,18 @@ def with_topology(plan: Plan, topology: str | None, hosts: str) -> Plan:
     return plan if machine is None or machine == plan.topology else located(plan, machine)
 
 
+def of_session(plan: Plan, topology: Topology | None) -> Plan:
+    """The plan that a session executes between ranks that live there: it plans anew where that makes a plan better."""
+    return plan if topology is None or not topology.decides else located(plan, topology)
+
+
+def planned_anew(plan: Plan) -> str:
+    """What the commands note where `of_session` gives another plan than the file's."""
+    return (
+        f"between these GPUs a session plans anew, whatever plan it is given: this is that plan, digest {plan.digest}"
+    )
+
+
 def uses_pxn() -> bool:
     """Whether NCCL sends to other hosts by the NIC on the receiver's rail, as far as the variables say that it reads."""
     says = os.environ.get

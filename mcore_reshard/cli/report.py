@@ -17,10 +17,10 @@ from mcore_reshard.report.measured import Measured, MeasuredError, read_measured
 from mcore_reshard.report.page import chart_library, report_page
 from mcore_reshard.simulate.simulate import simulate
 
-from .inputs import collect_problems, machine_of, place_problems, read_plan, uses_pxn
+from .inputs import collect_problems, machine_of, of_session, place_problems, planned_anew, read_plan, uses_pxn
 from .memory import as_json, counted_beside
 from .plan import cannot_write, unwritable
-from .render import facts, print_report, progress, size, verdict
+from .render import facts, noted, print_report, progress, size, verdict
 from .summary import summarize
 
 
@@ -38,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
     chart_library()  # before the work: it may be missing
     started = time.perf_counter()
     with progress(f"drawing {plan.model}"):
+        given, plan = plan, of_session(plan, topology)
         proof = plan.prove()
         simulation, summary = None, summarize(plan, proof)
         summary["memory"] = None
@@ -63,7 +64,8 @@ def run(args: argparse.Namespace) -> int:
         "measured_seconds": measured.moving_s if measured is not None else None,
         "report_seconds": seconds,
     }
-    print_report(args.json, report, _parts(args.out, proof, len(content), seconds))
+    notes = [] if plan.digest == given.digest else [planned_anew(plan)]
+    print_report(args.json, report, [*_parts(args.out, proof, len(content), seconds), *noted(notes)])
     if not proof.ok:
         raise ProofError(proof)
     return 0

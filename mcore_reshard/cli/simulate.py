@@ -22,7 +22,17 @@ from mcore_reshard.report.text import seconds_text
 from mcore_reshard.simulate.simulate import simulate
 from mcore_reshard.simulate.simulation import ROUTES, Simulation, Step
 
-from .inputs import collect_problems, is_config, is_plan_file, machine_of, place_problems, read_plan, uses_pxn
+from .inputs import (
+    collect_problems,
+    is_config,
+    is_plan_file,
+    machine_of,
+    of_session,
+    place_problems,
+    planned_anew,
+    read_plan,
+    uses_pxn,
+)
 from .memory import as_json, counted_beside, memory_parts
 from .render import and_more, count, facts, noted, print_report, progress, size, table
 from .summary import rails_fact
@@ -39,6 +49,7 @@ class _Simulated:
     least_s: float  # that any plan takes
     memory: SessionMemory  # over the transport that is simulated
     seconds: float  # that it took to plan, to simulate and to count
+    is_anew: bool  # the plan is not the file's: a session plans anew for these hosts
 
 
 def run(args: argparse.Namespace) -> int:
@@ -58,8 +69,8 @@ def run(args: argparse.Namespace) -> int:
         started = time.perf_counter() - seconds
         with progress(f"simulating {plan.model}, engine {format_mesh(plan.gen)}"):
             try:
-                if not is_plan_file(args.source):  # a file is simulated as it is
-                    plan = located(plan, topology)
+                given = plan.digest if is_plan_file(args.source) else ""
+                plan = of_session(plan, topology) if given else located(plan, topology)
                 with counted_beside(plan, topology, (args.transport,)) as counted:
                     outcome = simulate(plan, topology, args.transport, pxn=uses_pxn())
                     least_s = least_time(plan, topology).seconds
@@ -67,7 +78,8 @@ def run(args: argparse.Namespace) -> int:
             except ValueError as error:
                 raise InputError([str(error)]) from error
         seconds = time.perf_counter() - started
-        simulated.append(_Simulated(format_mesh(plan.gen), plan, outcome, least_s, memory, seconds))
+        is_anew = given not in ("", plan.digest)
+        simulated.append(_Simulated(format_mesh(plan.gen), plan, outcome, least_s, memory, seconds, is_anew))
     report = _as_json(simulated[0]) if len(simulated) == 1 else {"simulations": [*map(_as_json, simulated)]}
     print_report(args.json, report, _parts(simulated[0]) if len(simulated) == 1 else _what_if(simulated))
     return 0
@@ -229,6 +241,8 @@ def _ratio(outcome: Simulation) -> float:
 
 
 def _notes(each: _Simulated) -> Iterator[str]:
+    if each.is_anew:
+        yield planned_anew(each.plan)
     if each.plan.misc:
         yield f"{size(each.plan.misc_bytes)} of misc tensors travel whole, by the golden path: not simulated"
     if each.simulation.transport != "gloo" and each.simulation.on_rail_bytes < each.simulation.route_bytes["NIC"]:

@@ -27,8 +27,6 @@ from mcore_reshard.planner.topology.topology import Topology
 
 from .plan import Plan, TransferGroup
 
-Bools = NDArray[np.bool_]
-
 
 @dataclass(frozen=True, slots=True)
 class LeastTime:
@@ -80,7 +78,7 @@ def least_time(plan: Plan, topology: Topology | None = None) -> LeastTime:
 
 def _regions(
     plan: Plan, topology: Topology, ends: tuple[tuple[int, int, int], ...], count: int
-) -> tuple[Bools, Bools, NDArray[np.float64]]:
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.float64]]:
     """Of each region of a parameter: the domains that hold it, those that want it [regions, domains], and its bytes."""
     train, gen = topology.domains("train"), topology.domains("gen")
     bytes_of: dict[Region, int] = {}

@@ -120,6 +120,12 @@ class Topology:
         """The NVLink domain of each rank."""
         return self.host_of(world) // self.machine.hosts_per_domain
 
+    @property
+    def decides(self) -> bool:
+        """Whether a session plans for these places, whatever plan it was given: session/places.py asks the same of its ranks."""
+        places = {*self.train, *self.gen}
+        return len({place.host for place in places}) > 1 or not {*self.train}.isdisjoint(self.gen)
+
     def with_gen(self, seats: Sequence[int]) -> Topology:
         """The topology of only these generation ranks, in this order."""
         return replace(self, gen=tuple(self.gen[seat] for seat in seats))

@@ -10,6 +10,7 @@ import pytest
 from helpers.cli import HYBRID, MOE, Run
 
 from mcore_reshard.cli import memory
+from mcore_reshard.planner.plan.locate import located
 from mcore_reshard.planner.plan.plan_file import load_plan
 from mcore_reshard.planner.topology.topology import parse_topology
 
@@ -22,7 +23,8 @@ def test_simulate_says_the_time_the_bound_and_where_every_byte_goes(run: Run, pl
     path = plan_of(MOE)
     report = run("simulate", path, "--topology", "h200-8", "--transport", "nccl", "--json").json
     moved = sum(run("show", path, "--json").json["ranks"]["gen"][rank]["recv_bytes"] for rank in range(4))
-    assert routes(report) == {"own GPU": 0, "NVLink": 0, "NIC": moved}
+    found = routes(report)
+    assert sum(found.values()) == moved and found["own GPU"] == 0 < found["NVLink"] < found["NIC"] + found["NVLink"]
     assert report["seconds"] >= report["bound_seconds"] == max(link["seconds"] for link in report["links"]) > 0
     assert 0 < report["least_seconds"] <= report["bound_seconds"]
     assert report["critical_path"][-1]["end_s"] == report["seconds"]
@@ -53,6 +55,7 @@ def test_memory_is_counted_by_another_process_for_large_plans(
     monkeypatch.setattr(memory, "session_memory", elsewhere)
     plan = load_plan(path)
     topology = parse_topology("h200-8", plan.train.world, plan.gen.world)
+    plan = located(plan, topology)
     with pytest.raises(AssertionError), memory.counted_beside(plan, topology, ("auto",)) as counted:
         counted()
     monkeypatch.setattr(memory, "counts_every_rank", lambda plan: False)
@@ -169,3 +172,23 @@ def test_a_plan_is_simulated_on_the_machine_that_it_was_made_for(run: Run, tmp_p
     own, given = run(*arguments).json, run(*arguments, "--topology", "h200-8,nic=25,gpus=2").json
     assert own["topology"]["machine"]["nic"] == 25e9
     assert {**own, "simulation_seconds": 0} == {**given, "simulation_seconds": 0}
+
+
+@pytest.mark.parametrize(
+    "hosts", ["train=a*8,gen=b*4", "train=a*8,gen=a*4", "train=a*8,gen=a*4@8", "train=a*8,gen=c*2+b*2"]
+)
+def test_a_plan_for_no_hosts_is_simulated_as_a_session_executes_it(run: Run, plan_of: Any, hosts: str) -> None:
+    path = plan_of(MOE)
+    machine = "--topology", "h200-8,gpus=16", "--hosts", hosts
+    of_file = run("simulate", path, *machine, "--json").json
+    note = "between these GPUs a session plans anew, whatever plan it is given"
+    assert note not in run("simulate", *MOE, *machine).out
+    if hosts == "train=a*8,gen=a*4@8":
+        assert of_file["digest"] == run("show", path, "--json").json["digest"]
+        assert note not in run("simulate", path, *machine).out
+    else:
+        of_config = run("simulate", *MOE, *machine, "--json").json
+        assert {**of_file, "simulation_seconds": 0} == {**of_config, "simulation_seconds": 0}
+        assert f"{note}: this is that plan, digest {of_config['digest']}" in " ".join(
+            run("simulate", path, *machine).out.split()
+        )

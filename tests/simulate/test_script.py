@@ -398,16 +398,16 @@ def test_one_host_that_relays_without_places_shares_with_them() -> None:
     [pytest.param("tp=32,dp=4", 9.4, 9.6, marks=pytest.mark.slow), ("tp=4,dp=32,ep=128", 8.3, 10.0)],
 )
 def test_between_many_ranks_messages_of_nccl_stay_large(gen: str, mean: float, median: float) -> None:
-    """DeepSeek-V3 from 256 ranks to 128: up to 10.7 MiB within 512 MiB of scratch.
+    """DeepSeek-V3 from 256 ranks to 128: up to 18.3 MiB within 512 MiB of scratch, 10.7 while replicas of a host pass on.
 
-    Whole experts are four bands of 7 MiB each, in segments that fill messages. Replicas of a host pass on in smaller ones.
+    Whole experts are four bands of 7 MiB each, in segments that fill messages. Replicas pass on in smaller ones.
     """
     plan = Case("deepseek-v3", "tp=8,pp=8,ep=32,dp=4,layers=8+8+8+8+8+7+7+7", gen, machine="h200-8").plan()
     assert plan.topology is not None
     buckets = script_of(plan, plan.topology, "nccl", Options(), most=1 << 30).buckets
     assert (np.unique(buckets.hop) == [0, 1]).all() and buckets.nbytes[buckets.hop == 1].max() <= (128 << 20) / 12 / 6
     mib = buckets.nbytes[buckets.hop == 0] / (1 << 20)
-    assert mib.mean() > mean and np.median(mib) > median and mib.max() <= 128 / 12
+    assert mib.mean() > mean and np.median(mib) > median and mib.max() <= 128 / 7
     buckets = script_of(plan, plan.topology, "nccl", Options(scratch_bytes=256 << 20), most=1 << 30).buckets
     less = buckets.nbytes[buckets.hop == 0]
     assert np.median(less) / (1 << 20) < 0.6 * median  # half of the scratch, half of a message

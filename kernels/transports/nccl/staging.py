@@ -70,8 +70,9 @@ from .shared_gpus import SharedGpus
 
 DIGEST_BYTES = 16  # after each bucket, where buckets are checked
 _MOST_MESSAGES = 16  # that a slot holds at their full size: of 512 MiB, 8 MiB each
-_MOST_OF_MANY = 12  # the same where a rank has many peers: 10.7 MiB each. Rounds then fill evenly with fewer messages
+_MOST_OF_MANY = 12  # the same where a rank has many peers, and replicas share: 10.7 MiB each
 _MOST_PACED = 48  # the same where pairs keep a pace: 2.7 MiB each
+_MOST_LARGE = 7  # the same where pairs of many peers do: 18.3 MiB each, as equal numbers leave some messages less full
 _SO_MANY_PEERS = 48
 _SO_MANY_PARTS = 16  # of a refit, from which on a rank with so many peers has little for each of them in a part;
 _FEWER_PEERS = 128  # if a rank has as many, messages stay large
@@ -344,11 +345,12 @@ def divide(
 ) -> Division:
     """Divide scratch so that the rank with the most peers fits. `pairs[r]` is the `pair_count` of group rank `r`.
 
-    A slot has a place for one bucket of each peer, or for 16; for 12 where a rank has many peers: 48 or more. With 2 streams
-    of 2 slots, 4 peers and 512 MiB, buckets have 32 MiB. Where replicas send as well, in these `hops`, a slot has up to 48, and
-    pairs keep a pace. So they do where ranks have 48 to 127 peers in a refit of 16 `parts` or more. Else, many peers keep larger
-    messages if replicas send within their domain alone. `members` are the ranks with peers in any part, by default in this
-    one. Where those of both sides share GPUs (`shared`), there may be more streams.
+    A slot has a place for one bucket of each peer, or for 16. With 2 streams of 2 slots, 4 peers and 512 MiB, buckets have 32
+    MiB. Where replicas send as well, in these `hops`, a slot has up to 48, and pairs keep a pace. So they do where a rank has
+    many peers: 48 or more. Then slots have 7 places, but 48 for up to 127 peers in a refit of 16 `parts` or more. Where many
+    peers have replicas that send within their domain alone, slots have 12 places, and pairs keep no pace. `members` are the
+    ranks with peers in any part, by default in this one. Where those of both sides share GPUs (`shared`), there may be more
+    streams.
     Raises ValueError if less than one element fits.
     """
     with_peers = tuple(rank for rank, count in enumerate(pairs) if count)
@@ -359,7 +361,10 @@ def divide(
     has_many = max(counts) >= _SO_MANY_PEERS
     has_little = has_many and max(counts) < _FEWER_PEERS and parts >= _SO_MANY_PARTS
     is_fine = has_little or (bool(hops) and not (has_many and {*hops} == {"share"}))
-    most_messages = _MOST_PACED if is_fine else _MOST_OF_MANY if has_many else _MOST_MESSAGES
+    is_large = has_many and not is_fine and not hops
+    most_messages = (
+        _MOST_LARGE if is_large else _MOST_PACED if is_fine else _MOST_OF_MANY if has_many else _MOST_MESSAGES
+    )
     slots = (budget.streams if shared is None else shared.streams(budget.streams)) * budget.slots
     digest_bytes = DIGEST_BYTES if budget.checksums else 0
     places = min(max(counts), most_messages)
@@ -368,7 +373,7 @@ def divide(
         # Rounds have bytes by NIC and by NVLink. With few large messages, some would wait for the NIC, and some would not.
         places = most_messages
     bucket_bytes = bucket_bytes_within(budget.scratch_bytes, places, slots, digest_bytes)
-    keeps_pace = is_fine and bucket_bytes >= _LEAST_PACED_BYTES
+    keeps_pace = (is_fine or is_large) and bucket_bytes >= _LEAST_PACED_BYTES
     keeps_streams = min(counts) >= _MANY_PEERS * budget.streams or (shared is not None and shared.digits > 1)
     return Division(
         bucket_bytes,
