@@ -38,8 +38,11 @@ def run(args: argparse.Namespace) -> int:
     chart_library()  # before the work: it may be missing
     started = time.perf_counter()
     with progress(f"drawing {plan.model}"):
-        given, plan = plan, of_session(plan, topology)
-        proof = plan.prove()
+        given, proof = plan.digest, plan.prove()
+        if (
+            proof.ok and (anew := of_session(plan, topology)).digest != given
+        ):  # what is wrong with a file is shown of itself
+            plan, proof = anew, anew.prove()
         simulation, summary = None, summarize(plan, proof)
         summary["memory"] = None
         if proof.ok:
@@ -64,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         "measured_seconds": measured.moving_s if measured is not None else None,
         "report_seconds": seconds,
     }
-    notes = [] if plan.digest == given.digest else [planned_anew(plan)]
+    notes = [] if plan.digest == given else [planned_anew(plan)]
     print_report(args.json, report, [*_parts(args.out, proof, len(content), seconds), *noted(notes)])
     if not proof.ok:
         raise ProofError(proof)

@@ -25,6 +25,7 @@ from helpers.ranks import run_ranks, values
 
 from mcore_reshard.cli.summary import summarize
 from mcore_reshard.kernels.options import Options
+from mcore_reshard.planner.plan.locate import located
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.plan_file import load_plan
@@ -290,9 +291,21 @@ def test_an_unsound_plan_is_drawn_with_its_violations_and_exits_with_3(
     run: Run, plan_of: Callable[[list[str]], Path], tmp_path: Path
 ) -> None:
     out = tmp_path / "report.html"
-    outcome = run("report", _broken(plan_of(MOE)), "-o", out, "--topology", "h200-8")
+    path = _broken(plan_of(MOE))
+    outcome = run("report", path, "-o", out, "--topology", "h200-8")
     assert outcome.code == 3 and "the plan is not sound" in outcome.err
-    assert "FAILED" in Page(out.read_text()).text and "model.embed_tokens.weight" in Page(out.read_text()).text
+    text = Page(out.read_text()).text
+    assert "FAILED" in text and "model.embed_tokens.weight" in text
+    assert load_plan(path).digest in text, "and no plan that a session would make of it"
+
+
+def test_the_page_is_of_the_plan_that_a_session_executes(run: Run, plan_of: Any, tmp_path: Path) -> None:
+    path, out = plan_of(MOE), tmp_path / "report.html"
+    outcome = run("report", path, "-o", out, "--topology", "h200-8")
+    plan = load_plan(path)
+    digest = located(plan, parse_topology("h200-8", plan.train.world, plan.gen.world)).digest
+    assert digest in Page(out.read_text()).text and plan.digest not in Page(out.read_text()).text
+    assert f"whatever plan it is given: this is that plan, digest {digest}" in " ".join(outcome.out.split())
 
 
 def traced_refits(number: int, address: str, plan_file: str, folder: str) -> int:
