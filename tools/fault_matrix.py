@@ -179,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     every = [cell for name in transports for cell in cells(name)]
     chosen = [cell for cell in every if all(part in str(cell) for part in arguments.only)]
     chosen = chosen[:: arguments.every]
-    before: dict[str, Any] = {"rows": [], "jobs": 0, "minutes": 0.0, "counts": {}}
+    before: dict[str, Any] = {"rows": [], "jobs": 0, "minutes": 0.0}
     if arguments.again:
         before = json.loads(arguments.again.read_text())
     numbers = cells_again(before, chosen) if arguments.again else [*range(len(chosen))]

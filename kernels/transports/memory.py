@@ -71,7 +71,6 @@ from .nccl.staging import (
 from .reach import joined_hops, shared_gpus
 from .rounds import bucket_bytes_within, gloo_window, in_parts
 
-TRANSPORTS = ("direct", "nccl", "gloo", "auto")
 _PLACE = 1 << 40  # bytes between two tensors, where it is counted what executors would do
 _FEW_TRANSFERS = 50_000  # Every rank of a plan is counted up to here.
 # Beyond that, ranks count as one whose shares of bytes that cross NICs, and that are pushed, are the same in so many steps.
@@ -108,7 +107,7 @@ def session_memory(
     plan: Plan,
     options: Options = Options(),  # noqa: B008
     topology: Topology | None = None,
-    transports: Collection[str] = TRANSPORTS,
+    transports: Collection[str] = ("direct", "nccl", "gloo", "auto"),
 ) -> SessionMemory:
     """The memory of a session with `plan`, over each of the `transports`.
 
@@ -164,7 +163,7 @@ def session_memory(
 
 
 def counts_every_rank(plan: Plan) -> bool:
-    """Whether the plan has few transfers: then no rank is counted for others, and that takes less than a second."""
+    """Whether the plan has few transfers: then no rank is counted for others."""
     return sum(transfers for _, transfers, _ in plan.stage_totals) <= _FEW_TRANSFERS
 
 

@@ -78,7 +78,7 @@ def machine_of(plan: Plan, topology: str | None, hosts: str) -> Topology | None:
 def with_topology(plan: Plan, topology: str | None, hosts: str) -> Plan:
     """The plan for ranks that live where --topology and --hosts say. Raises TopologyError, or InputError for --hosts alone."""
     machine = machine_of(plan, topology, hosts)
-    return plan if machine is None or machine == plan.topology else located(plan, machine)
+    return plan if machine is None else located(plan, machine)
 
 
 def of_session(plan: Plan, topology: Topology | None) -> Plan:

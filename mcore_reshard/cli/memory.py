@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from mcore_reshard.kernels.transports.memory import TRANSPORTS, SessionMemory, counts_every_rank, session_memory
+from mcore_reshard.kernels.transports.memory import SessionMemory, counts_every_rank, session_memory
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.topology.topology import Topology
 from mcore_reshard.report.memory import COLUMNS, NOTE, memory_rows
@@ -21,7 +21,7 @@ from .render import noted, table
 
 @contextmanager
 def counted_beside(
-    plan: Plan, topology: Topology | None, transports: Collection[str] = TRANSPORTS
+    plan: Plan, topology: Topology | None, transports: Collection[str]
 ) -> Iterator[Callable[[], SessionMemory]]:
     """What tells a session's memory. For large plans another process counts it while the body runs."""
     if counts_every_rank(plan):

@@ -15,7 +15,7 @@ from mcore_reshard.planner.proof.prove import Proof, ProofError
 from mcore_reshard.planning import InputError
 from mcore_reshard.report.measured import Measured, MeasuredError, read_measured
 from mcore_reshard.report.page import chart_library, report_page
-from mcore_reshard.simulate.simulate import simulate
+from mcore_reshard.simulate.simulate import TRANSPORTS, simulate
 
 from .inputs import collect_problems, machine_of, of_session, place_problems, planned_anew, read_plan, uses_pxn
 from .memory import as_json, counted_beside
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         simulation, summary = None, summarize(plan, proof)
         summary["memory"] = None
         if proof.ok:
-            with counted_beside(plan, topology) as counted:
+            with counted_beside(plan, topology, TRANSPORTS) as counted:
                 if topology is not None:
                     simulation = simulate(plan, topology, args.transport, pxn=uses_pxn())
                 summary["memory"] = as_json(counted())
