@@ -199,15 +199,11 @@ def _mixed(row: Ints, cycle: Ints, facing: Turns) -> Ints:
 
 
 @dataclass(frozen=True, eq=False)
-class Share:
-    """What one transfer group has to distribute. Those that have the same to distribute over the same ranks are one."""
+class Work:
+    """What there is to distribute over the places of turns: the same for transfer groups that move equal overlaps."""
 
     turns: Turns
-    ranks: NDArray[np.int32]  # [places], of `world`
-    world: int
     cost: Ints  # [waves, places], if `first` is 0
-    members: int
-    alike: Hashable  # shares with equal ones have the same rows of ranks
 
     @cached_property
     def total(self) -> int:
@@ -224,9 +220,25 @@ class Share:
         return np.flatnonzero(self.cost.any(axis=1))
 
     @cached_property
+    def busy_cost(self) -> Ints:
+        """[busy waves, places]: `cost` in them."""
+        return self.cost[self.busy_waves]
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """What one transfer group has to distribute. Those that have the same to distribute over the same ranks are one."""
+
+    work: Work
+    ranks: NDArray[np.int32]  # [places], of `world`
+    world: int
+    members: int
+    alike: Hashable  # shares with equal ones have the same rows of ranks
+
+    @cached_property
     def places(self) -> Ints:
         """[busy waves, places]: of each in the loads [waves, world] of all ranks, as one row."""
-        return np.asarray(self.busy_waves[:, None] * self.world + self.ranks)
+        return np.asarray(self.work.busy_waves[:, None] * self.world + self.ranks)
 
 
 def first_replicas(shares: Sequence[Share]) -> list[int]:
@@ -236,30 +248,31 @@ def first_replicas(shares: Sequence[Share]) -> list[int]:
     much, a round robin goes on where the one before it stopped, so that pairs of ranks exchange equally much. Two
     replicas serve the embedding's halves; the same two serve the output layer's halves, the other way round.
     """
-    load = np.zeros(len(shares[0].cost) * shares[0].world if shares else 0, np.int64)
+    load = np.zeros(len(shares[0].work.cost) * shares[0].world if shares else 0, np.int64)
     firsts = [0] * len(shares)
     members_before: dict[Hashable, int] = {}
-    for index in sorted(range(len(shares)), key=lambda i: (-shares[i].total, i)):
+    for index in sorted(range(len(shares)), key=lambda i: (-shares[i].work.total, i)):
         share = shares[index]
-        if share.is_even:
-            firsts[index] = members_before.get(share.alike, 0) % int(share.turns.sizes.max(initial=1))
+        if share.work.is_even:
+            firsts[index] = members_before.get(share.alike, 0) % int(share.work.turns.sizes.max(initial=1))
             members_before[share.alike] = firsts[index] + share.members
+            cost = share.work.busy_cost
         else:
-            firsts[index] = _least_busy_first(load[share.places], share)
-        cost = share.cost[share.busy_waves].take(share.turns.moved_from(firsts[index]), axis=1)
+            firsts[index] = _least_busy_first(load[share.places], share.work)
+            cost = share.work.busy_cost.take(share.work.turns.moved_from(firsts[index]), axis=1)
         np.add.at(load, share.places.reshape(-1), cost.reshape(-1))
     return firsts
 
 
-def _least_busy_first(load: Ints, share: Share) -> int:
+def _least_busy_first(load: Ints, work: Work) -> int:
     """The `first` that leaves the lowest peaks on `load` [busy waves, places], added over waves.
 
     Of equals that which adds most where there is least: where all leave the same peaks, they must not all begin at one
     replica. Then the lowest one.
     """
-    widest, cost = int(share.turns.sizes.max()), share.cost[share.busy_waves]
+    widest, cost = int(work.turns.sizes.max()), work.busy_cost
     firsts = np.arange(0, widest, max(1, widest // _FIRSTS_TRIED))
-    froms = [*share.turns.moved_from(firsts[:, None])]
+    froms = [*work.turns.moved_from(firsts[:, None])]
     total = np.array([(cost.take(moved_from, axis=1) + load).max(axis=1).sum() for moved_from in froms])
     best = np.flatnonzero(total == total.min())
     if len(best) > 1:

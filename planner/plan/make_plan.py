@@ -29,7 +29,7 @@ from mcore_reshard.planner.model.precision import (
     with_unquantized_layers,
 )
 
-from .balance import Share, first_replicas
+from .balance import Share, Work, first_replicas
 from .bands import band_count
 from .bounds import require_countable
 from .loads import busiest_link
@@ -287,6 +287,7 @@ def _balanced(
     landing: list[Share] = []
     passes_on = any(alike.paths.passes_on for alike in plan.alike)
     waves = plan.waves if plan.spans_hosts else 1
+    works: dict[tuple[int, int], Work] = {}
     kept: dict[tuple[int, int, int, int], Share] = {}
     for transfers in transfer_groups:
         paths, members = plan.paths(transfers), transfers.members
@@ -297,8 +298,9 @@ def _balanced(
             nbytes = count(members, waves, plan.wave_lag(transfers))  # kept by the paths
             key = id(turns), id(nbytes), members, grid
             if key not in kept:
-                cost = nbytes * cost_of_link[turns.links[turns.row_of]]
-                kept[key] = Share(turns, turns.ranks(plan.rank_grids[grid]), world, cost, members, grid)
+                if key[:2] not in works:
+                    works[key[:2]] = Work(turns, nbytes * cost_of_link[turns.links[turns.row_of]])
+                kept[key] = Share(works[key[:2]], turns.ranks(plan.rank_grids[grid]), world, members, grid)
             shares.append(kept[key])
     firsts = zip(
         transfer_groups,

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -158,6 +159,11 @@ def _tensor_name(tensor: LocalTensor, world: World, place: LayerPlace, slot: int
     return fill(tensor.name, vp=vp, layer=layer, expert=slot)
 
 
+_what = attrgetter(
+    "group", "pattern", "pp_stage", "src", "dst", "layers", "experts"
+)  # of a transfer group: all but turns
+
+
 @dataclass(frozen=True, slots=True)
 class AlikeTransfers:
     """Transfer groups with the same paths and as many members, whose replicas are on the same rails.
@@ -171,6 +177,10 @@ class AlikeTransfers:
     numbers: list[int]  # index of each into Plan.transfer_groups, ascending
     transfer_groups: list[TransferGroup]
     lags: list[int]  # of their waves
+
+    def of(self, transfer_groups: Sequence[TransferGroup]) -> AlikeTransfers:
+        """The same ones of these, in which they have other turns."""
+        return replace(self, transfer_groups=[transfer_groups[number] for number in self.numbers])
 
     def only(self, numbers: list[int]) -> AlikeTransfers:
         """Some of them."""
@@ -426,6 +436,9 @@ class Plan:
         plan._sites.update(self._sites)
         if relay == self.relay:
             plan._paths.update(self._paths)
+            if "alike" in vars(self) and [*map(_what, plan.transfer_groups)] == [*map(_what, self.transfer_groups)]:
+                alike = [each.of(plan.transfer_groups) for each in self.alike]
+                vars(plan)["alike"] = tuple(alike)  # those that differ in turns alone are alike as before
         return plan
 
     @cached_property

@@ -12,6 +12,7 @@ from mcore_reshard.planner.plan.balance import (
     Row,
     Share,
     Turns,
+    Work,
     first_replicas,
     stride_of,
     wave_of,
@@ -152,7 +153,7 @@ def share_of(rows: list[list[int]], cost: list[int], members: int = 1) -> Share:
     """Of rows of these ranks, with these costs in a single wave."""
     turns = Turns.of([Row(part, tuple(range(len(ranks)))) for part, ranks in enumerate(rows)], np.arange(len(rows)))
     ranks = np.array([rank for row in rows for rank in row], np.int32)
-    return Share(turns, ranks, 1 + max(ranks.tolist()), np.array([cost]), members, 0)
+    return Share(Work(turns, np.array([cost])), ranks, 1 + max(ranks.tolist()), members, 0)
 
 
 def test_a_remainder_goes_to_the_least_loaded_replica() -> None:
@@ -167,7 +168,7 @@ def test_groups_of_one_wave_begin_at_different_replicas() -> None:
     """Two members a wave and four replicas: with one beginning, half of the replicas would idle in every wave."""
     turns = Turns.of([Row(0, (0, 1, 2, 3))], np.array([0]))
     cost = turns.nbytes(np.arange(8)[:, None] // 2, 4, np.array([0]), np.array([10]))
-    firsts = first_replicas([Share(turns, np.arange(4, dtype=np.int32), 4, cost, 8, 0)] * 2)
+    firsts = first_replicas([Share(Work(turns, cost), np.arange(4, dtype=np.int32), 4, 8, 0)] * 2)
     load = sum(cost[:, turns.moved_from(first)] for first in firsts)
     assert sorted(firsts) == [0, 2] and (load == 10).all()
 
@@ -175,12 +176,12 @@ def test_groups_of_one_wave_begin_at_different_replicas() -> None:
 def test_waves_in_which_a_group_moves_nothing_do_not_count() -> None:
     """Its only wave is the second one, in which rank 0 is busy; in the first one, ranks 1 and 2 are."""
     turns, ranks = Turns.of([Row(0, (0, 1, 2))], np.array([0])), np.arange(3, dtype=np.int32)
-    busy = Share(turns, ranks, 3, np.array([[0, 90, 90], [90, 0, 0]]), 1, 0)
-    late = Share(turns, ranks, 3, np.array([[0, 0, 0], [5, 0, 0]]), 1, 0)
+    busy = Share(Work(turns, np.array([[0, 90, 90], [90, 0, 0]])), ranks, 3, 1, 0)
+    late = Share(Work(turns, np.array([[0, 0, 0], [5, 0, 0]])), ranks, 3, 1, 0)
     assert first_replicas([busy, late]) == [0, 1]
 
 
 def test_a_row_of_fewer_replicas_takes_turns_among_its_own() -> None:
-    turns, cost = share_of([[0, 1, 2], [3, 4]], [5, 0, 0, 7, 0]).turns, np.array([5, 0, 0, 7, 0])
+    turns, cost = share_of([[0, 1, 2], [3, 4]], [5, 0, 0, 7, 0]).work.turns, np.array([5, 0, 0, 7, 0])
     assert cost[turns.moved_from(2)].tolist() == [0, 0, 5, 7, 0]
     assert cost[turns.moved_from(1)].tolist() == [0, 5, 0, 0, 7]
