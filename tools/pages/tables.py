@@ -283,6 +283,40 @@ def kernels_section(folder: Path = RESULTS) -> str:
     return "\n".join(lines)
 
 
+def profile_section(folder: Path = RESULTS) -> str:
+    """The results of tools/profile_kernels.py; nothing where it was not run."""
+    file = folder / "profile-x1.json"
+    if not file.exists():
+        return ""
+    data = json.loads(file.read_text())
+    lines = [
+        wrapped(
+            f"{data['model']}, {data['hardware']}, driver {data['driver']}, {_versions(data)}, {data['date']}"
+            f" (`python tools/profile_kernels.py`, [data]({LINKS}/{file.name}))."
+        ),
+        "",
+        "| kernel | CTAs | reads | writes | ms | TB/s of memory | memory is busy | multiprocessors are | warps wait for |",
+        f"|{'---|' * 9}",
+    ]
+    for row in data["rows"]:
+        terabytes = (row["dram_read_mb"] + row["dram_written_mb"]) / row["us"]
+        stalls = ", ".join(f"{_STALLS.get(name, name)} {share:.0%}" for name, share in row["stalled_on"].items())
+        lines.append(
+            f"| `{row['kernel']}` | {row['ctas']} | {row['dram_read_mb'] / 1e3:.1f} GB | {row['dram_written_mb'] / 1e3:.1f} GB"
+            f" | {row['us'] / 1e3:.2f} | {terabytes:.2f} | {row['dram_percent']:.0f}% | {row['sm_percent']:.0f}% | {stalls} |"
+        )
+    return "\n".join(lines)
+
+
+_STALLS = {  # ncu's names of what warps wait for
+    "long_scoreboard": "memory",
+    "short_scoreboard": "shared memory",
+    "barrier": "other warps",
+    "wait": "a fixed latency",
+    "selected": "nothing",
+}
+
+
 def source_checks_section(folder: Path = RESULTS) -> str:
     """The runs of tools/bench_source_checks.py: what the checks cost a pull, and passes over other samples."""
     parts = []
@@ -632,6 +666,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "links": links_section,
     "puts": puts_section,
     "kernels": kernels_section,
+    "profile": profile_section,
     "source-checks": source_checks_section,
     "session-cost": session_cost_section,
     "prepare": prepared.prepare_section,
