@@ -56,7 +56,7 @@ from .direct.staging import (
 )
 from .direct.turns import engine_orders, may_use_engine
 from .direct.waves import push_share, push_turns, waves_for, waves_of
-from .nccl.buffers import buffer_bytes
+from .nccl.buffers import KERNEL_BYTES, buffer_bytes
 from .nccl.shared_gpus import SharedGpus
 from .nccl.staging import (
     Division,
@@ -70,6 +70,9 @@ from .nccl.staging import (
 )
 from .reach import joined_hops, shared_gpus
 from .rounds import bucket_bytes_within, gloo_window, in_parts
+
+# Bytes that a process takes once for kernels, if it has used none: ours, and those of NCCL (tools/results/first-use-x1.json).
+FIRST_USE: Mapping[str, int] = {"copies": 70 << 20, "nccl": KERNEL_BYTES}
 
 _PLACE = 1 << 40  # bytes between two tensors, where it is counted what executors would do
 _FEW_TRANSFERS = 50_000  # Every rank of a plan is counted up to here.

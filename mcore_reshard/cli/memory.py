@@ -11,10 +11,10 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from mcore_reshard.kernels.transports.memory import SessionMemory, counts_every_rank, session_memory
+from mcore_reshard.kernels.transports.memory import FIRST_USE, SessionMemory, counts_every_rank, session_memory
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.topology.topology import Topology
-from mcore_reshard.report.memory import COLUMNS, NOTE, memory_rows
+from mcore_reshard.report.memory import COLUMNS, memory_notes, memory_rows
 
 from .render import noted, table
 
@@ -37,7 +37,10 @@ def _counted(plan: bytes, topology: Topology | None, transports: Collection[str]
 
 
 def as_json(memory: SessionMemory) -> dict[str, Any]:
-    """Bytes of every rank, by transport and world; `staged` is what commit="staged" takes in addition."""
+    """Bytes of every rank, by transport and world; `staged` is what commit="staged" takes in addition.
+
+    `first_use` is what a process takes in addition, once, if it has launched no kernel, or not used NCCL.
+    """
     return {
         **{
             transport: {
@@ -47,10 +50,12 @@ def as_json(memory: SessionMemory) -> dict[str, Any]:
             for transport, worlds in memory.transports.items()
         },
         "staged": [{"rank": rank, "bytes": nbytes} for rank, nbytes in enumerate(memory.staging)],
+        "first_use": {**FIRST_USE},
     }
 
 
 def memory_parts(memory: SessionMemory) -> Iterator[RenderableType]:
     """The rank of each world that takes the most, over each transport."""
-    yield table("Extra memory of a rank, at most", COLUMNS, memory_rows(as_json(memory)))
-    yield from noted([NOTE])
+    counted = as_json(memory)
+    yield table("Extra memory of a rank, at most", COLUMNS, memory_rows(counted))
+    yield from noted(memory_notes(counted))

@@ -8,13 +8,13 @@ from typing import Any
 from .text import size
 
 COLUMNS = "transport, world, >tables, >slots, >NCCL, >checks, >total, most on"
-NOTE = "NCCL's own buffers are as measured on one host of H200s, across hosts as in its source"
+_OTHERS = ("staged", "first_use")  # of the data: no transports
 
 
 def memory_rows(memory: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     """The rank of each world that takes the most, over each transport, and what commit="staged" takes in addition."""
     for transport, worlds in memory.items():
-        for world, ranks in worlds.items() if transport != "staged" else ():
+        for world, ranks in worlds.items() if transport not in _OTHERS else ():
             most = max(ranks, key=lambda rank: int(rank["total"]))
             parts = (most["tables"] + most["scales"], *(most[name] for name in ("scratch", "nccl", "checks", "total")))
             yield (transport, world, *map(size, parts), _named(world, [rank["total"] for rank in ranks]))
@@ -22,12 +22,21 @@ def memory_rows(memory: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     yield ("staged", "gen", *[""] * 4, size(max(staging)), _named("gen", staging))
 
 
+def memory_notes(memory: Mapping[str, Any]) -> list[str]:
+    """What the rows leave open."""
+    kernels, nccl = (size(memory["first_use"][name]) for name in ("copies", "nccl"))
+    return [
+        "NCCL's own buffers are as measured on one host of H200s, across hosts as in its source",
+        f"once, a process also takes {kernels} with its first CUDA kernel, and {nccl} with its first message over NCCL",
+    ]
+
+
 def memory_totals(memory: Mapping[str, Any], world: str) -> list[tuple[str, list[int]]]:
     """(transport, [ranks] bytes) of a world."""
     return [
         (transport, [rank["total"] for rank in worlds[world]])
         for transport, worlds in memory.items()
-        if transport != "staged"
+        if transport not in _OTHERS
     ]
 
 

@@ -27,7 +27,7 @@ from mcore_reshard.simulate.simulation import Simulation
 from . import charts
 from .charts import Chart
 from .measured import Measured
-from .memory import COLUMNS, NOTE, memory_rows
+from .memory import COLUMNS, memory_notes, memory_rows
 from .pairs import pair_bytes
 from .text import count, rails_text, ranges, seconds_text, size, starred
 
@@ -247,7 +247,7 @@ class _Page:
     def memory(self, memory: Mapping[str, Any]) -> None:
         self.section("Extra memory of each rank", charts.memory_charts(memory))
         self._table("The most on any rank", COLUMNS, [*memory_rows(memory)])
-        self.text(f"Beside the model; slots of gloo are in the host's memory. {NOTE}.")
+        self.text(f"Beside the model; slots of gloo are in the host's memory. {'; '.join(memory_notes(memory))}.")
 
     def measured(self, plan: Plan, measured: Measured, simulation: Simulation | None) -> None:
         self.section("Predicted and measured", [charts.measured_chart(measured, simulation)] if measured.stages else [])

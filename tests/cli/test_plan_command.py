@@ -56,7 +56,7 @@ def test_misc_and_excluded_parameters_are_listed_one_by_one(run: Run, tmp_path: 
 
 def test_the_memory_of_every_rank_is_in_the_json_and_the_largest_in_the_text(run: Run) -> None:
     memory = run("plan", *MOE, "--json").json["memory"]
-    assert set(memory) == {"direct", "nccl", "gloo", "staged"}
+    assert set(memory) == {"direct", "nccl", "gloo", "staged", "first_use"}
     for transport in ("direct", "nccl", "gloo"):
         for world, ranks in (("train", 8), ("gen", 4)):
             rows = memory[transport][world]
@@ -70,6 +70,7 @@ def test_the_memory_of_every_rank_is_in_the_json_and_the_largest_in_the_text(run
     staged = max(row["bytes"] for row in memory["staged"])
     assert re.search(rf"^staged +gen +{size(staged)} ", table, re.MULTILINE)
     assert "NCCL's own buffers are as measured" in table
+    assert f"{size(memory['first_use']['nccl'])} with its first message over NCCL" in table
 
 
 def test_the_conservative_policy_sends_narrow_attention_to_misc(run: Run) -> None:

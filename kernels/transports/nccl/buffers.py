@@ -17,7 +17,7 @@ for: at most 8, of 512 MiB in all. From the source, not measured: `sharedNetBuff
 `computeBuffSizes` of src/init.cc, 2.28.9. It holds where NICs read GPU memory (GPUDirect RDMA), else pools are in the host's;
 and where NCCL allocates by cuMem, its default, else each GPU has all its pools from the start.
 
-A process that has not used NCCL before takes some 260 MB more for its kernels.
+A process takes more with its first communicator and its first message, once: NCCL's kernels (tools/results/first-use-x1.json).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from .shared_gpus import most_ctas
 from .staging import Division
 
 COMMUNICATOR_BYTES = 252_000_000
+KERNEL_BYTES = (100 + 248) << 20  # of a process, once: with its first communicator, and with its first message
 RECEIVING_BYTES = 10_000_000  # of one channel from one sender of the host
 SENDING_BYTES = 3_100_000  # of one channel to one receiver of the host
 CHANNELS = 32  # of a communicator; within a host, all of them between two ranks
