@@ -25,6 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(ROOT / "tests"), str(ROOT / "tests" / "integrations")]
 
+from bench.results import line_by_line  # noqa: E402
 from compare.measure import Referee  # noqa: E402
 from compare.trainer import SIZES, write_checkpoints  # noqa: E402
 
@@ -115,7 +116,7 @@ def add_result(file: Path, result: dict[str, Any]) -> None:
     runs = json.loads(file.read_text())["runs"] if file.exists() else []
     runs = [run for run in runs if run["framework"] != result["framework"]] + [result]
     runs.sort(key=lambda run: str(run["framework"]))
-    file.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
+    file.write_text(line_by_line({"runs": runs}, "runs"))
 
 
 if __name__ == "__main__":

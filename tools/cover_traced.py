@@ -136,10 +136,12 @@ def _begun(out: Path, about: Result) -> Result:
 def _write(out: Path, report: Result) -> None:
     """JSON with a case a line, so that a change shows as one."""
     others = json.dumps({name: value for name, value in report.items() if name not in PARTS}, indent=1)
-    parts = (
-        f' "{part}": [\n' + ",\n".join(f"  {json.dumps(case)}" for case in report[part]) + "\n ]" for part in PARTS
-    )
+    parts = (f' "{part}": [\n' + ",\n".join(map(_line, report[part])) + "\n ]" for part in PARTS)
     out.write_text(",\n".join([others[:-2], *parts]) + "\n}\n")
+
+
+def _line(case: Result) -> str:
+    return f"  {json.dumps(case, separators=(',', ':'))}"
 
 
 def _run(case: Case, mesh: str | None) -> Result:
