@@ -26,7 +26,7 @@ from mcore_reshard.kernels.rendezvous.store import SessionStore
 from mcore_reshard.kernels.transports.nccl import executor as nccl_executor
 from mcore_reshard.kernels.transports.nccl.communicator import nccl_unavailable_reason
 from mcore_reshard.kernels.transports.nccl.executor import NcclExecutor, connect_nccl
-from mcore_reshard.kernels.transports.nccl.staging import ScratchBudget
+from mcore_reshard.kernels.transports.nccl.staging import ScratchBudget, divide, pair_count
 from mcore_reshard.planner.layout.geometry import row_major_strides
 from mcore_reshard.planner.layout.mesh import parse_gen_mesh, parse_train_mesh
 from mcore_reshard.planner.model.configs import load_config
@@ -132,6 +132,7 @@ CASES = {
         "qwen3-30b-a3b", {"num_hidden_layers": 2}, "tp=1,ep=2,dp=2", "tp=2",
     ),
     "two layers of qwen3-30b-a3b, stages": ("qwen3-30b-a3b", {"num_hidden_layers": 2}, "tp=1,pp=2", "dp=2"),
+    "64 peers": ("qwen3-30b-a3b", {"num_hidden_layers": 2, "vocab_size": 1024}, "ep=64,dp=64", "tp=2"),
 }  # fmt: skip
 
 
@@ -172,6 +173,25 @@ def planned_refits(number: int, address: str, cases: list[str]) -> dict[str, dic
 def test_whole_models_arrive_element_by_element(ranks: int) -> None:
     cases = [case for case in CASES if plan_of(case).train.world + plan_of(case).gen.world == ranks]
     assert values(run_ranks(ranks, planned_refits, cases, timeout_s=SPAWN_S, method="spawn")) == [{}] * ranks
+
+
+def refits_of_many(number: int, address: str) -> dict[str, dict[str, int]]:
+    """66 processes on one GPU: few channels, so that NCCL's buffers fit."""
+    os.environ.update(NCCL_MAX_NCHANNELS="1", NCCL_SOCKET_IFNAME="lo")
+    return planned_refits(number, address, ["64 peers"])
+
+
+@pytest.mark.slow
+def test_pairs_of_many_peers_keep_pace_and_every_element_arrives() -> None:
+    """It takes 91 GB of GPU memory and 60 GB of the host's."""
+    gpus = [torch.cuda.get_device_properties(device) for device in range(torch.cuda.device_count())]
+    if sum(gpu.total_memory for gpu in gpus) < 100e9:
+        pytest.skip("66 processes need 100 GB of GPU memory")
+    plan = plan_of("64 peers")
+    worlds = [("train", rank) for rank in range(64)] + [("gen", rank) for rank in range(2)]
+    division = divide(ScratchBudget(), [pair_count(planned_schedule(plan, *each)) for each in worlds])  # type: ignore[arg-type]
+    assert division.keeps_pace
+    assert values(run_ranks(66, refits_of_many, timeout_s=400.0, method="spawn")) == [{}] * 66
 
 
 class NoisyWire(NcclExecutor):
