@@ -306,7 +306,8 @@ def trace_engine(_: int, model: str, train: str, gen: str, rank: int) -> dict[st
 
     plan = make_plan(model, train, gen)
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, {"XDG_CACHE_HOME": folder}):
-        write_config(load_config(model), folder)
+        unquantized = {key: value for key, value in load_config(model).items() if key != "quantization_config"}
+        write_config(unquantized, folder)
         twin = vllm_engine.build_engine(folder, gen_sizes(plan.gen), rank, device="meta")
 
         def kept() -> KeptFile:

@@ -3,13 +3,14 @@
     python tools/bench_refit.py --nemo-rl ~/RL                              # every workload and method, all GPUs
     python tools/bench_refit.py --colocated --methods direct                # trainer and engine share every GPU
     python tools/bench_refit.py --as-hosts --methods nccl                   # planned as if every GPU were a host
+    python tools/bench_refit.py --isolated --methods copy-engine direct     # all GPUs visible, and one to each process
     python tools/bench_refit.py --workloads moe-ep-tp --methods direct:ctas=16 direct:ctas=64 direct:tile_kib=64
     python tools/bench_refit.py --device cpu --ranks 4 --moe tiny-qwen3-moe --dense tiny-qwen3 --methods gloo golden
 
 Weights are synthetic: the tensors of the plan, with content that receivers can compute. Every method starts from
 poisoned destinations and is compared bit for bit before it is timed. Other stacks run in processes of their own, after
 ours; what cannot run is in the results with the reason. Results go to tools/results/refit-x<ranks>.json,
-hosts-x<ranks>.json or refit-colocated-x<GPUs>.json, row by row.
+hosts-x<ranks>.json, isolated-x<ranks>.json or refit-colocated-x<GPUs>.json, row by row.
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from bench import machine
 from bench.methods import KINDS, Method, parse_method
 from bench.ranks import Launch, run_rank
-from bench.results import ResultFile, skipped
+from bench.results import COPY_ENGINE, NCCL_ALONE, ResultFile, skipped
 from bench.workloads import MODELS, WORKLOADS, Case, case_of
 
 RESULTS = Path(__file__).parent / "results"
+LIMITS = (COPY_ENGINE, NCCL_ALONE)
 _SETTINGS = ("NCCL_", "CUDA_MPS_")  # of the environment, written down with the results
 
 
@@ -173,6 +175,7 @@ def parsed(arguments: Sequence[str]) -> Run:
     parser.add_argument("--ranks", type=int, help="of both sides; by default one a GPU, or two if colocated")
     parser.add_argument("--colocated", action="store_true", help="every GPU has a rank of both sides")
     parser.add_argument("--as-hosts", action="store_true", help="plan as if every rank were on a host of its own")
+    parser.add_argument("--isolated", action="store_true", help="also measure processes that see one GPU each")
     parser.add_argument("--train-gpus", type=int, default=0, help="ranks that train; by default half of them")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if gpus else "cpu")
     parser.add_argument("--moe", default=MODELS["moe"], metavar="MODEL", help="model of the moe workloads")
@@ -193,6 +196,8 @@ def parsed(arguments: Sequence[str]) -> Run:
         problems.append("--colocated is of GPUs, and --device cpu has none")
     if args.as_hosts and args.colocated:
         problems.append("--as-hosts and --colocated contradict each other")
+    if args.isolated and (args.colocated or args.device == "cpu" or args.ranks > gpus):
+        problems.append("--isolated is of processes that have a GPU each")
     if args.ranks < 2:
         problems.append(f"--ranks {args.ranks}: a refit takes two at least")
     if args.train_gpus and not 0 < args.train_gpus < args.ranks:
@@ -227,7 +232,8 @@ def parsed(arguments: Sequence[str]) -> Run:
 def _default_out(args: argparse.Namespace, gpus: int) -> str:
     if args.colocated:
         return f"refit-colocated-x{gpus}.json"
-    return f"hosts-x{args.ranks}.json" if args.as_hosts else f"refit-x{args.ranks}.json"
+    kind = "hosts" if args.as_hosts else "isolated" if args.isolated else "refit"
+    return f"{kind}-x{args.ranks}.json"
 
 
 def _work(args: argparse.Namespace, problems: list[str]) -> list[tuple[Case, tuple[Method, ...]]]:
@@ -244,7 +250,11 @@ def _work(args: argparse.Namespace, problems: list[str]) -> list[tuple[Case, tup
             case.plan()
         except (MeshError, ValueError) as error:
             problems.append(f"{workload.name}: {error}")
-        work.append((case, tuple(map(parse_method, args.methods or workload.methods))))
+        methods = tuple(map(parse_method, args.methods or workload.methods))
+        work.append((case, methods))
+        if args.isolated:
+            isolated = replace(case, name=f"{case.name}, isolated", isolated=True)
+            work.append((isolated, tuple(method for method in methods if method.name not in LIMITS)))
     return work
 
 

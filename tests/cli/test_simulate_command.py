@@ -39,7 +39,7 @@ def test_simulate_says_the_extra_memory_of_each_rank(run: Run, tmp_path: Path) -
     planned = run("plan", *MOE, *machine, "--out", path, "--json").json["memory"]
     for transport in ("auto", "nccl"):
         memory = run("simulate", path, *machine, "--transport", transport, "--json").json["memory"]
-        assert memory == {transport: planned[transport], "staged": planned["staged"]}
+        assert memory == {name: planned[name] for name in (transport, "staged", "first_use")}
         assert memory[transport]["gen"][0]["nccl"] > 0
     assert "Extra memory of a rank, at most" in run("simulate", path, *machine).out
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -75,8 +76,12 @@ class Rank:
         self.ranks, self.timeout_s = launch.ranks, launch.timeout_s
         self.world, self.rank = launch.world_rank(number)
         self.on_cuda = launch.device == "cuda"
-        self.device = torch.device("cuda", launch.gpu_of(number)) if self.on_cuda else torch.device("cpu")
+        self.device = torch.device("cpu")
         if self.on_cuda:
+            gpu = launch.gpu_of(number)
+            if self.case.isolated:  # CUDA reads it when it is first used: now
+                os.environ["CUDA_VISIBLE_DEVICES"], gpu = str(gpu), 0
+            self.device = torch.device("cuda", gpu)
             torch.cuda.set_device(self.device)
         self._root = self._met(launch.folder / "port")
         self.address = self._root.address

@@ -130,6 +130,7 @@ class Case:
     gen_ranks: int
     dtypes: tuple[str, str] = ("bf16", "bf16")
     as_hosts: bool = False  # every rank is on a host of its own, as far as the plan knows
+    isolated: bool = False  # each process sees its own GPU alone
 
     def plan(self, *, build: MegatronBuild = MegatronBuild(), train: str | None = None) -> Plan:  # noqa: B008
         """The plan of the case; `train` stands in for its training mesh, to describe a Megatron model that receives.

@@ -177,6 +177,38 @@ def one_gpu_section() -> str:
     return "\n".join(lines)
 
 
+def apart_section() -> str:
+    """Refits between processes that see one GPU each, beside those that see all; and over sockets alone."""
+    data = json.loads((RESULTS / "isolated-x2.json").read_text())
+    ms = {(row["workload"], row["method"]): row["ms"] for row in data["rows"]}
+    lines = [
+        wrapped(
+            f"{data['hardware']}, driver {data['driver']}, {_versions(data)}, {data['date']}"
+            f" (`python tools/bench_refit.py --isolated`, [data]({LINKS}/isolated-x2.json)):"
+        ),
+        "",
+        "| weights | method | all GPUs visible | one to each process |",
+        "|---|---|---|---|",
+    ]
+    for (workload, method), seen in ms.items():
+        if alone := ms.get((f"{workload}, isolated", method)):
+            model = data["workloads"][workload]["model"]
+            lines.append(f"| {model} | `{method}` | {seen:.1f} ms | {alone:.1f} ms |")
+    data = json.loads((RESULTS / "sockets-x2.json").read_text())
+    (row,) = (row for row in data["rows"] if row["method"] == "nccl")
+    (model,) = {each["model"] for each in data["workloads"].values()}
+    settings = " and ".join(f"`{name}=1`" for name, value in data["environment"].items() if value == "1")
+    lines += [
+        "",
+        wrapped(
+            f"With {settings} the same GPUs exchange bytes by sockets alone, as two hosts do:"
+            f" {model} takes {row['ms'] / 1e3:.2f} s over `nccl`, {row['gb_per_s_per_receiver']:.1f} GB/s, byte-exact"
+            f" ({data['date']}, [data]({LINKS}/sockets-x2.json))."
+        ),
+    ]
+    return "\n".join(lines)
+
+
 def links_section(folder: Path = RESULTS) -> str:
     return _links_table(folder / "links-x4.json")
 
@@ -663,6 +695,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "goals": goals_section,
     "shared": shared_section,
     "one-gpu": one_gpu_section,
+    "apart": apart_section,
     "links": links_section,
     "puts": puts_section,
     "kernels": kernels_section,
