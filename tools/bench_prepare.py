@@ -13,9 +13,10 @@ parallelism cuts divided by 32. An engine of one rank then has the tensors, tran
 What differs from the real session: its store serves 384 ranks, on many hosts; its weights of `down_proj` lie in rows of
 4 KiB at the trainer, here in rows of 128 bytes; `direct` reads GPU memory, which no two hosts share.
 
-Each session connects three times: in fresh processes (modules are imported, kernels compiled), and twice more. The trace of a
-real rank is timed beside them, with an empty cache and with a full one, where Megatron-Bridge or vLLM is installed. What a
-rank of the real plan does without its peers is timed too: its schedule, and the table of what it pulls.
+Each session connects three times: in fresh processes (modules are imported, kernels compiled), and twice more. One of a tiny
+model runs first, so that files have been read. The trace of a real rank is timed beside them, with an empty cache and with a
+full one, where Megatron-Bridge or vLLM is installed. What a rank of the real plan does without its peers is timed too: its
+schedule, and the table of what it pulls.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ from bench import machine
 
 RESULTS = Path(__file__).parent / "results"
 MODEL, GOAL_S = "deepseek-v3", 3.0
+WARM_UP = "tiny-deepseek-v3"  # of a session before all others, which reads modules and libraries from disk
 TRAIN, GEN = (
     "tp=8,pp=8,ep=32,dp=4,layers=8+8+8+8+8+7+7+7",
     "tp=32,dp=4",
@@ -394,6 +396,8 @@ def main(argv: list[str] | None = None) -> int:
         "sessions": [],
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    small = argparse.Namespace(**{**vars(arguments), "model": WARM_UP, "parts": 1, "narrow": 1})
+    measure_session("warm-up", "tp=1", small)
     for name in arguments.sessions:
         document["sessions"].append(measure_session(name, SESSIONS[name], arguments))
         write(document, arguments.out)
