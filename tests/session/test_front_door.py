@@ -256,7 +256,7 @@ def refused(rank: int, folder: Path, address: str) -> dict[str, str]:
     attempt("bare", chunks=model.model_chunks[0], bridge=None, options=golden)
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         attempt("taken", store=f"127.0.0.1:{deaf.getsockname()[1]}" if rank == 0 else address, options=short)
-    attempt("absent", bridge=None, options=short)
+    attempt("absent", bridge=None, options=Options(timeout_s=20.0))
     parallel_state.destroy_model_parallel()
     for module in (module for chunk in model.model_chunks for module in chunk.modules()):
         module.__dict__.pop("pg_collection", None)
