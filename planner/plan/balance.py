@@ -103,6 +103,45 @@ class Row:
         return self.passed_to or self.replicas
 
 
+class Rows:
+    """Rows by number, each once: many turns share them, and to compare numbers is fast."""
+
+    def __init__(self) -> None:
+        self._rows: list[Row] = []
+        self._numbers: dict[tuple[object, ...], int] = {}
+        self._alone: dict[tuple[int, int, int], list[int]] = {}
+        self._columns: tuple[Ints, ...] = (np.zeros(0, np.int64),) * 5  # of the rows that there were when somebody asked
+
+    def __getitem__(self, number: int) -> Row:
+        return self._rows[number]
+
+    def number_of(self, part: int, replicas: tuple[int, ...], link: int, passed_to: tuple[int, ...] = ()) -> int:
+        key = part, replicas, link, passed_to
+        if key not in self._numbers:
+            self._numbers[key] = len(self._rows)
+            self._rows.append(Row(*key))
+        return self._numbers[key]
+
+    def alone(self, part: int, replicas: int, link: int) -> list[int]:
+        """The rows of which each replica of a part is alone."""
+        key = part, replicas, link
+        if key not in self._alone:
+            self._alone[key] = [self.number_of(part, (replica,), link) for replica in range(replicas)]
+        return self._alone[key]
+
+    def columns(self) -> tuple[Ints, ...]:
+        """(parts, links, sizes, starts, replicas): a row's replicas are `sizes` of the last one, from `starts` on."""
+        if len(self._columns[0]) < len(self._rows):
+            rows = self._rows[len(self._columns[0]) :]
+            replicas = [*chain.from_iterable(row.replicas for row in rows)]
+            new = [[row.part for row in rows], [row.link for row in rows], [len(row.replicas) for row in rows]]
+            sizes = np.array(new[2], np.int64)
+            starts = len(self._columns[4]) + np.cumsum(sizes) - sizes
+            added = (*(np.array(each, np.int64) for each in new), starts, np.array(replicas, np.int64))
+            self._columns = tuple(np.concatenate(each) for each in zip(self._columns, added, strict=True))
+        return self._columns
+
+
 @dataclass(frozen=True, slots=True)
 class Turns:
     """The turns that every member takes, each in a row of replicas.
@@ -125,16 +164,37 @@ class Turns:
     @classmethod
     def of(cls, rows: Sequence[Row], row: Ints, facing: Turns | None = None) -> Turns:
         """`row` [turns] is the row of each turn of a member, in order. `facing`: the turns at the other end of these legs."""
-        sizes = np.array([len(each.replicas) for each in rows], np.int64)
-        strides = stride_of(np.maximum(np.bincount(row, minlength=len(rows)), 1), sizes)
-        replicas = np.fromiter(chain.from_iterable(each.replicas for each in rows), np.int64, int(sizes.sum()))
-        row_of, starts = np.repeat(np.arange(len(rows)), sizes), np.cumsum(sizes) - sizes
-        parts, links = np.array([(each.part, each.link) for each in rows], np.int64).reshape(-1, 2).T.copy()
+        known = Rows()
+        found = [known.number_of(each.part, each.replicas, each.link, each.passed_to) for each in rows]
+        return cls.numbered(known, np.array(found, np.int64), row, facing)
+
+    @classmethod
+    def numbered(cls, known: Rows, found: Ints, row: Ints, facing: Turns | None = None) -> Turns:
+        """The same of rows that are `found` [rows] in `known`."""
+        if not len(found):
+            none = np.zeros(0, np.int64)
+            return cls((), none, none, row, none, none, none, none, none, none, none)
+        parts, links, sizes, starts, replicas = known.columns()
+        sizes = sizes[found]
+        row_of, place = runs_of(starts[found], sizes)
+        strides = stride_of(np.maximum(np.bincount(row, minlength=len(found)), 1), sizes)
         number, cycle = order_within(row), np.zeros(len(row), np.int64)
         if facing is not None:
             cycle = np.lcm(sizes[row], facing.sizes[facing.row])
             number = _mixed(row, cycle, facing)
-        return cls(tuple(rows), parts, links, row, number, strides[row], replicas, row_of, starts, sizes, cycle)
+        return cls(
+            tuple(map(known.__getitem__, found.tolist())),
+            parts[found],
+            links[found],
+            row,
+            number,
+            strides[row],
+            replicas[place],
+            row_of,
+            np.cumsum(sizes) - sizes,
+            sizes,
+            cycle,
+        )
 
     def replica(self, first: Numbers, member: Numbers, turn: Numbers | slice = slice(None)) -> Ints:
         """Which replica takes a turn of a member; arguments broadcast against each other."""
@@ -151,7 +211,7 @@ class Turns:
     @property
     def period(self) -> int:
         """After so many members turns repeat."""
-        return lcm(*(self.sizes[self.row] * np.maximum(self.cycle, 1)).tolist())
+        return lcm(*np.unique(self.sizes[self.row] * np.maximum(self.cycle, 1)).tolist())
 
     def nbytes(self, wave: Ints, waves: int, overlap: Ints, overlap_bytes: Ints) -> Ints:
         """Bytes that the replica of each place moves in each of `waves` if `first` is 0, as [waves, places].

@@ -15,7 +15,7 @@ one replica of that host gets it and passes it on. Which one of several ranks se
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -25,7 +25,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from .balance import Ints, Numbers, Row, Turns, order_within, runs_of, wave_of
+from .balance import Ints, Numbers, Row, Rows, Turns, order_within, runs_of, wave_of
 from .rails import Rails, exchanged, rows_on_rails, rows_that_exchange
 
 OWN_GPU, NVLINK, NIC = LINKS = 0, 1, 2  # the nearest first
@@ -43,7 +43,9 @@ class Sites:
     dst_domains: Ints
     # [source parts, destination parts, replicas]: which are on a rail of some source; None: no matter, or all.
     on_rail: NDArray[np.bool_] | None = None
-    _legs: dict[tuple[int, int, bool, bool], list[tuple[Row, Row]]] = field(
+    rows: Rows = field(default_factory=Rows, repr=False)  # of all legs that were asked for; sites may share them
+    _legs: dict[tuple[int, int, bool, bool], Ints] = field(default_factory=dict, init=False, repr=False)
+    _sources: dict[int, tuple[dict[int, int], dict[int, int], int]] = field(
         default_factory=dict, init=False, repr=False
     )
 
@@ -72,32 +74,65 @@ class Sites:
         dst = src.size + np.arange(dst_shape[0] * dst_shape[1], dtype=np.int64).reshape(dst_shape)
         return cls(src, src, dst, dst)
 
-    def legs(self, src_part: int, dst_part: int, *, relay: bool, share: bool) -> list[tuple[Row, Row]]:
-        """Who sends and who receives, of each leg from the trainer of an overlap of these parts."""
+    def legs(self, src_part: int, dst_part: int, *, relay: bool, share: bool) -> Ints:
+        """[legs, 2]: who sends and who receives, of each leg from the trainer of an overlap of these parts, in `rows`."""
         key = src_part, dst_part, relay, share
         if key not in self._legs:  # many patterns have overlaps of these parts
-            self._legs[key] = self._legs_between(*key)
+            self._legs[key] = np.array(self._legs_between(*key), np.int64).reshape(-1, 2)
         return self._legs[key]
 
-    def _legs_between(self, src_part: int, dst_part: int, relay: bool, share: bool) -> list[tuple[Row, Row]]:
-        legs: list[tuple[Row, Row]] = []
-        on_gpu, in_domain = _by_number(self.src_gpus[src_part]), _by_number(self.src_domains[src_part])
+    def _legs_between(self, src_part: int, dst_part: int, relay: bool, share: bool) -> list[tuple[int, int]]:
+        legs: list[tuple[int, int]] = []
+        on_gpu, in_domain, everyone = self._sources_of(src_part)
+        on_own, over_nic = (self._alone(dst_part, link) for link in (OWN_GPU, NIC))
         far: dict[int, list[int]] = {}  # replicas that one leg leads to, by domain
-        beside: dict[int, tuple[list[int], list[int]]] = {}  # training replicas, and replicas of their domain
+        beside: dict[int, tuple[int, list[int]]] = {}  # who sends over NVLink, and replicas of their domain
         places = zip(self.dst_gpus[dst_part].tolist(), self.dst_domains[dst_part].tolist(), strict=True)
         for replica, (gpu, domain) in enumerate(places):
             cell = domain if share else ~replica
-            if own := on_gpu.get(gpu):
-                legs.append((Row(src_part, tuple(own), OWN_GPU), Row(dst_part, (replica,), OWN_GPU)))
-            elif near := in_domain.get(domain):
+            if (own := on_gpu.get(gpu)) is not None:
+                legs.append((own, on_own[replica]))
+            elif (near := in_domain.get(domain)) is not None:
                 beside.setdefault(cell if relay else ~replica, (near, []))[1].append(replica)
             else:
                 far.setdefault(cell, []).append(replica)
-        for near, mates in beside.values():
-            legs.append((Row(src_part, tuple(near), NVLINK), Row(dst_part, tuple(mates), NVLINK)))
+        legs += [(near, self.rows.number_of(dst_part, tuple(mates), NVLINK)) for near, mates in beside.values()]
         cells = [[replica for cell in far.values() for replica in cell]] if relay and far else [*far.values()]
-        everyone = Row(src_part, _from_domain_to_domain(self.src_domains[src_part]), NIC)
-        return legs + [(everyone, Row(dst_part, tuple(cell), NIC)) for cell in cells]
+        return legs + [
+            (everyone, over_nic[cell[0]] if len(cell) == 1 else self.rows.number_of(dst_part, tuple(cell), NIC))
+            for cell in cells
+        ]
+
+    def _sources_of(self, src_part: int) -> tuple[dict[int, int], dict[int, int], int]:
+        """Which rows of `rows` send, of a part's replicas: those of each GPU, of each domain, and all of them."""
+        if src_part not in self._sources:
+            by_gpu, by_domain = (_by_number(each[src_part]) for each in (self.src_gpus, self.src_domains))
+            everyone = self.rows.number_of(src_part, _from_domain_to_domain(self.src_domains[src_part]), NIC)
+            self._sources[src_part] = (
+                {gpu: self.rows.number_of(src_part, tuple(own), OWN_GPU) for gpu, own in by_gpu.items()},
+                {domain: self.rows.number_of(src_part, tuple(near), NVLINK) for domain, near in by_domain.items()},
+                everyone,
+            )
+        return self._sources[src_part]
+
+    def _alone(self, dst_part: int, link: int) -> list[int]:
+        """Which row of `rows` is each replica of a part alone."""
+        return self.rows.alone(dst_part, self.dst_gpus.shape[1], link)
+
+
+def _as_they_come(numbers: Ints) -> tuple[Ints, Ints]:
+    """Each number once, as they come, and where each of `numbers` is among these: [7, 2, 7] -> [7, 2], [0, 1, 0]."""
+    first = np.full(numbers.max(initial=-1) + 1, -1)
+    first[numbers[::-1]] = np.arange(len(numbers))[::-1]
+    found = np.flatnonzero(first >= 0)
+    found = found[np.argsort(first[found])]
+    first[found] = np.arange(len(found))
+    return found, first[numbers]
+
+
+def _replaced(legs: Ints, rows: Mapping[int, int]) -> Ints:
+    """The legs [legs, 2] with other rows that receive."""
+    return np.array([(src, rows.get(dst, dst)) for src, dst in legs.tolist()], np.int64).reshape(-1, 2)
 
 
 def _index_of(known: Ints, numbers: Ints) -> Ints:
@@ -209,44 +244,54 @@ class Paths:
         ends = [*zip(self.src_parts.tolist(), self.dst_parts.tolist(), strict=True)]
         for parts, size in zip(ends, self.overlap_bytes.tolist(), strict=True):
             nbytes[parts] += size
-        rows: tuple[dict[Row, int], dict[Row, int]] = ({}, {})
-        of_parts: dict[tuple[int, int], list[tuple[int, int]]] = {}  # the rows of both ends, of each leg
-        for parts, between in self._legs(nbytes).items():
-            of_parts[parts] = [
-                (rows[0].setdefault(src, len(rows[0])), rows[1].setdefault(dst, len(rows[1]))) for src, dst in between
-            ]
-        overlap: list[int] = []
-        legs: list[tuple[int, int]] = []
-        for number, parts in enumerate(ends):
-            overlap += [number] * len(of_parts[parts])
-            legs += of_parts[parts]
-        src, dst = np.array(legs, np.int64).reshape(-1, 2).T.copy()
-        landings = Turns.of([*rows[1]], dst)
-        return np.array(overlap, np.int64), Turns.of([*rows[0]], src, facing=landings), landings
+        legs = self._legs(nbytes)
+        place = {parts: number for number, parts in enumerate(nbytes)}
+        counts = np.array([len(between) for between in legs], np.int64)
+        overlap, leg = runs_of(
+            *(each[[place[parts] for parts in ends]] for each in (np.cumsum(counts) - counts, counts))
+        )
+        turns = []
+        for number in np.concatenate([np.zeros((0, 2), np.int64), *legs]).T:
+            found, row = _as_they_come(number)
+            turns.append((found, row[leg]))
+        (sources, src), (destinations, dst) = turns
+        landings = Turns.numbered(self.sites.rows, destinations, dst)
+        return overlap, Turns.numbered(self.sites.rows, sources, src, facing=landings), landings
 
-    def _legs(self, nbytes: Counter[tuple[int, int]]) -> dict[tuple[int, int], list[tuple[Row, Row]]]:
-        """Who sends and who receives, of each leg from the trainer between two parts. `nbytes` are those of two parts."""
-        legs = {parts: self.sites.legs(*parts, relay=self.relay, share=self.share) for parts in nbytes}
+    def _legs(self, nbytes: Counter[tuple[int, int]]) -> list[Ints]:
+        """[legs, 2]: who sends and who receives, in `Sites.rows`, between each two parts. `nbytes` are those of them."""
+        legs = [self.sites.legs(*parts, relay=self.relay, share=self.share) for parts in nbytes]
         if self.sites.on_rail is None or self.relay or not self.share:
             return legs
+        rows = self.sites.rows
+        _, links, sizes, *_ = rows.columns()
+        takes_turns = (links == NIC) & (sizes > 1)
         of_row: dict[Row, dict[int, int]] = {}  # by source part
-        for parts, between in legs.items():
-            for _, row in between:
-                if row.link == NIC and len(row.replicas) > 1:
-                    of_row.setdefault(row, {})[parts[0]] = nbytes[parts]
-        taken = rows_on_rails(of_row, self.sites.on_rail, NIC)
-        return {
-            parts: [(src, taken.get((parts[0], dst), dst)) for src, dst in between] for parts, between in legs.items()
-        }
+        for parts, between in zip(nbytes, legs, strict=True):
+            for number in between[takes_turns[between[:, 1]], 1].tolist():
+                of_row.setdefault(rows[number], {})[parts[0]] = nbytes[parts]
+        taken: dict[int, dict[int, int]] = {}  # by source part: a row in place of another one
+        for (src_part, row), new in rows_on_rails(of_row, self.sites.on_rail, NIC).items():
+            old = self.sites.rows.number_of(row.part, row.replicas, row.link)
+            taken.setdefault(src_part, {})[old] = self.sites.rows.number_of(
+                new.part, new.replicas, new.link, new.passed_to
+            )
+        return [
+            _replaced(between, taken[parts[0]]) if parts[0] in taken else between
+            for parts, between in zip(nbytes, legs, strict=True)
+        ]
 
     @cached_property
     def _cells(self) -> tuple[Ints, Turns]:
         """Where one leg leads to several domains: (that leg, turn) of each of them."""
+        if not self.relay:
+            none = np.zeros(0, np.int64)
+            return none, Turns.of([], none)
         rows: dict[Row, int] = {}
         cells_of: list[list[int]] = []  # of each row of landings
         for landing in self.landings.rows:
             members: dict[int, list[int]] = {}
-            for replica in landing.replicas if self.relay and landing.link == NIC else ():
+            for replica in landing.replicas if landing.link == NIC else ():
                 members.setdefault(int(self._cell_of(landing.part, replica)), []).append(replica)
             cells = [Row(landing.part, tuple(cell), NIC) for cell in members.values()]
             cells_of.append([rows.setdefault(cell, len(rows)) for cell in cells if len(landing.replicas) > 1])

@@ -29,7 +29,7 @@ from mcore_reshard.planner.model.name_patterns import fill
 from mcore_reshard.planner.model.parameters import ITEMSIZE, ParameterGroup
 from mcore_reshard.planner.topology.topology import Topology
 
-from .balance import WAVE_LAGS, waves_for
+from .balance import WAVE_LAGS, Rows, waves_for
 from .bands import in_bands
 from .loads import Loads, from_trainer_of, loads_of
 from .paths import NIC, Hop, HopKind, Paths, Sites
@@ -450,6 +450,10 @@ class Plan:
         return {}
 
     @cached_property
+    def _rows(self) -> Rows:
+        return Rows()
+
+    @cached_property
     def _paths(self) -> dict[tuple[int, int, int], Paths]:
         return {}
 
@@ -471,7 +475,8 @@ class Plan:
             else:
                 (src_gpus, dst_gpus), (src_domains, dst_domains) = self._gpus_and_domains
                 domains = src_domains[src], dst_domains[dst]
-                sites = Sites(src_gpus[src], domains[0], dst_gpus[dst], domains[1], self._on_rail(src, dst))
+                on_rail = self._on_rail(src, dst)
+                sites = Sites(src_gpus[src], domains[0], dst_gpus[dst], domains[1], on_rail, self._rows)
             self._sites[ends] = self._distinct_sites.setdefault(sites.key, sites)
         return self._sites[ends]
 
