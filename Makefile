@@ -56,7 +56,7 @@ test: $(VENV)/.ready ## the default tests, half of them beside the others: no GP
 	$(BIN)/python -m pytest $(addprefix --ignore=tests/,$(HALF)); rest=$$?; wait $$half; half=$$?; \
 	cat build/test-half.txt; exit $$(( rest | half ))
 
-test-faults: $(VENV)/.ready ## sessions of real processes in which something breaks, every cell; writes tools/results/faults.json (10 minutes on 2 cores)
+test-faults: $(VENV)/.ready ## sessions of real processes in which something breaks, every cell; writes tools/results/faults.json (under 30 minutes on 2 cores)
 	$(BIN)/python tools/fault_matrix.py --out tools/results/faults.json
 
 soak: $(VENV)/.ready ## 2,000 refits of a tiny model: nothing may grow; writes tools/results/soak.json

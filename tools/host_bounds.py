@@ -28,7 +28,9 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+
+from bench.results import line_by_line  # noqa: E402
 
 import mcore_reshard as mr  # noqa: E402
 from mcore_reshard.planner.plan.least_time import LeastTime, least_time  # noqa: E402
@@ -145,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "rows": [*rows.values()],
     }
     if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        args.out.write_text(line_by_line(result))
     return 0
 
 

@@ -23,7 +23,6 @@ Exit code 1 if something differs or a case failed. Results are written as they c
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -37,6 +36,7 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
 from bench import machine  # noqa: E402
+from bench.results import line_by_line  # noqa: E402
 from live.cases import Case, cases_on  # noqa: E402
 from live.launch import Launcher  # noqa: E402
 
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> int:
     for done in as_completed([launcher.start(case) for case in chosen]):
         report["cases"].append(verdict := done.result())
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+        arguments.out.write_text(line_by_line(report, "cases"))
         print(outcome(verdict), flush=True)
     bad = [verdict for verdict in report["cases"] if verdict.get("error") or verdict["problems"]]
     print(f"{len(report['cases'])} cases, {len(bad)} bad")

@@ -141,7 +141,7 @@ def _of_parameter(plan: Plan, question: Question) -> Answer:
 def _of_tensor(plan: Plan, question: Question, world: World) -> Answer:
     name, rank = question.name, question.ranks.get(world)
     if rank is None:
-        problem = f"{name} is a tensor of every {world} rank, with other content: name one with --{world}-rank N"
+        problem = f"{name}: {world} ranks have other content under one name: name one with --{world}-rank N"
         raise InputError([problem])
     tensor = local_tensors(plan, world, rank).get(name)
     index = question.index or () if tensor is None else question.index_in(tensor.shape)

@@ -57,7 +57,8 @@ def simulate(
     route[src_gpu == dst_gpu] = _OWN_GPU
     if transport == "direct" and (route == _NIC).any():
         raise ValueError(
-            f"direct reaches GPUs of one NVLink domain: {int((route == _NIC).sum())} messages would leave it"
+            f"direct reaches GPUs of one NVLink domain: {int((route == _NIC).sum())} messages would leave it; auto takes nccl"
+            " for these"
         )
     leaving_gpu = src_gpu
     if pxn and transport != "gloo":

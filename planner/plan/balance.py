@@ -110,7 +110,9 @@ class Rows:
         self._rows: list[Row] = []
         self._numbers: dict[tuple[object, ...], int] = {}
         self._alone: dict[tuple[int, int, int], list[int]] = {}
-        self._columns: tuple[Ints, ...] = (np.zeros(0, np.int64),) * 5  # of the rows that there were when somebody asked
+        self._columns: tuple[Ints, ...] = (
+            np.zeros(0, np.int64),
+        ) * 5  # of the rows that there were when somebody asked
 
     def __getitem__(self, number: int) -> Row:
         return self._rows[number]

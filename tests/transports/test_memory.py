@@ -27,7 +27,7 @@ from mcore_reshard.kernels.transports import memory
 from mcore_reshard.kernels.transports.base import TransportContext
 from mcore_reshard.kernels.transports.direct.staging import SLOTS, divide_slots, parted
 from mcore_reshard.kernels.transports.memory import FIRST_USE, RankMemory, session_memory
-from mcore_reshard.kernels.transports.nccl.buffers import buffer_bytes
+from mcore_reshard.kernels.transports.nccl.buffers import POOL_BYTES, buffer_bytes
 from mcore_reshard.kernels.transports.nccl.staging import ScratchBudget, divide, slot_bytes
 from mcore_reshard.kernels.transports.reach import joined_hops
 from mcore_reshard.kernels.transports.registry import resolve
@@ -207,6 +207,18 @@ def test_a_process_takes_once_what_a_gpu_recorded() -> None:
     assert recorded["bytes_of_a_second_communicator_with_a_message"] == 0
 
 
+def test_two_hosts_held_what_is_counted_but_for_pools() -> None:
+    """Over sockets alone, as between hosts; NCCL's pools are then in the host's memory."""
+    row = next(
+        each for each in json.loads((RESULTS / "sockets-x2.json").read_text())["rows"] if each["method"] == "nccl"
+    )
+    case = case_of(next(each for each in WORKLOADS if each.name == row["workload"]), 2)
+    topology = parse_topology("h200-8", 1, 1)
+    counted = session_memory(case.plan(), topology=topology, transports=("nccl",)).transports["nccl"]["gen"][0]
+    pools = 2 * 32 * POOL_BYTES  # of both streams, for what it receives
+    assert row["extra_memory_mb"] == pytest.approx((counted.total - pools) / 1e6, rel=0.1)
+
+
 def test_enough_rows_are_recorded() -> None:
     assert len(RECORDED) > 20 and {each[2] for each in RECORDED} == {"direct", "nccl"}
 
@@ -237,7 +249,7 @@ def test_between_hosts_all_peers_share_the_buffers_of_nccl() -> None:
     assert buffer_bytes(0, [], range(32, 160), division, 32) == 2 * (communicator + 8 * pool)
     assert buffer_bytes(32, range(32), [], division, 32) == 2 * (communicator + pool)
     alone = [*range(160)]  # one rank a host: no other GPU sends for it
-    assert buffer_bytes(0, [], [32], division, 32, alone) == 2 * (communicator + pool)
+    assert buffer_bytes(0, [], [32], division, 32, alone) == 2 * (communicator - (252 - 23) * 10**6 + pool)
     passing = replace(division, hops=("relay",))
     assert buffer_bytes(32, [0], [40], passing, 32, hosts) == 2 * (communicator + 9 * pool)
 

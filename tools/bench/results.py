@@ -36,7 +36,7 @@ class ResultFile:
 
     def _write(self, document: dict[str, Any]) -> None:
         partial = self.path.with_suffix(".partial")
-        partial.write_text(json.dumps(document, indent=1) + "\n")
+        partial.write_text(line_by_line(document))
         partial.replace(self.path)
 
 

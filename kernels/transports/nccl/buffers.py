@@ -1,6 +1,7 @@
 """What NCCL takes for itself on a GPU: measured within a host, from its source between hosts.
 
-A communicator takes 252 MB: NCCL allocates in granules of 2 MiB, three and more for each of 32 channels.
+A communicator takes 252 MB: NCCL allocates in granules of 2 MiB, three and more for each of 32 channels. One whose ranks are
+all on other hosts has few channels: 23 MB (two H200s that exchange by sockets alone, tools/results/sockets-x2.json).
 
 Within a host, a receiver has buffers for each channel from each sender, of all three protocols. H200s of one host with NCCL
 2.28.9, two communicators a rank (tools/results/refit-x2.json, refit-x4.json):
@@ -28,6 +29,7 @@ from .shared_gpus import most_ctas
 from .staging import Division
 
 COMMUNICATOR_BYTES = 252_000_000
+ALONE_BYTES = 23_000_000  # of a communicator whose other ranks are all on other hosts: it has few channels
 KERNEL_BYTES = (100 + 248) << 20  # of a process, once: with its first communicator, and with its first message
 RECEIVING_BYTES = 10_000_000  # of one channel from one sender of the host
 SENDING_BYTES = 3_100_000  # of one channel to one receiver of the host
@@ -71,6 +73,8 @@ def buffer_bytes(
         pools = 1 if far & {*senders} else 0
         if far:  # also for a rank that sends nothing to them: others do, through its GPU
             pools += min(HOST_GPUS, sum(each < train_ranks or "relay" in division.hops for each in near))
-        of_stream = COMMUNICATOR_BYTES + channels * (pools * POOL_BYTES + len(members) * _PEER_BYTES)
+        of_stream = (COMMUNICATOR_BYTES if len(near) > 1 else ALONE_BYTES) + channels * (
+            pools * POOL_BYTES + len(members) * _PEER_BYTES
+        )
         nbytes += of_pair * near_bytes + streams * of_stream
     return nbytes
