@@ -39,6 +39,7 @@ from .summary import rails_fact
 
 _LINKS_SHOWN = 5
 _STEPS_SHOWN = 8
+_FAR_FROM_LEAST = 1.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +251,12 @@ def _notes(each: _Simulated) -> Iterator[str]:
             yield "nccl sends by the NIC on the receiver's rail; with NCCL_P2P_PXN_LEVEL=0, by the GPU's own: set it to compare"
         else:
             yield "nccl sends by the GPU's own NIC, as NCCL_P2P_PXN_LEVEL or NCCL_PXN_DISABLE says"
+    entering_s = max((link.seconds for link in each.simulation.links if link.kind == "NIC in"), default=0.0)
+    if entering_s > _FAR_FROM_LEAST * each.least_s:
+        yield (
+            f"what enters by the busiest NIC takes {entering_s / each.least_s:.2f} times the least, which takes every NIC of an"
+            " engine's host: bytes enter by the NICs of ranks that need them"
+        )
     if each.simulation.merged > 1:
         yield f"every {each.simulation.merged} messages between two ranks were simulated as one"
 

@@ -44,6 +44,15 @@ def test_simulate_says_the_extra_memory_of_each_rank(run: Run, tmp_path: Path) -
     assert "Extra memory of a rank, at most" in run("simulate", path, *machine).out
 
 
+def test_a_note_says_where_nics_of_other_ranks_would_help(run: Run) -> None:
+    """Engine ranks on four of eight GPUs: the NICs of the others bring nothing in."""
+    halves = ("--topology", "h200-8", "--hosts", "train=a*4+b*4,gen=a*4@4+b*4@4")
+    meshes = ("--train", "tp=2,pp=2,ep=2,dp=2", "--gen", "tp=4,dp=2")
+    text = run("simulate", "tiny-qwen3-moe", *meshes, *halves).out
+    assert "times the least, which takes every NIC of an engine's host" in text
+    assert "times the least" not in run("simulate", "tiny-qwen3-moe", *meshes, "--topology", "h200-8").out
+
+
 def test_memory_is_counted_by_another_process_for_large_plans(
     run: Run, plan_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
