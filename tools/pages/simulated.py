@@ -63,7 +63,8 @@ def gpus_section() -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for row in data["rows"]:
-        count, _, _ = row["hardware"].partition(" x ")
+        count, _, model = row["hardware"].partition(" x ")
+        gpus = f"{count} x {model.removeprefix('NVIDIA ').partition(' ')[0]}"
         shared = {*row["gpus"]["train"]} & {*row["gpus"]["gen"]}
         predicted, off = "-", "not simulated"
         if "ratio" in row:
@@ -71,7 +72,7 @@ def gpus_section() -> str:
             off = "calibrates" if row["calibrates"] else f"{row['ratio'] - 1:+.0%}"
         lines.append(
             f"| {row['workload']} | {row['method']} | `{row['train']}` -> `{row['gen']}` |"
-            f" {count}{', shared' if shared else ''} | {row['measured_ms']:.1f} ms | {predicted} | {off} |"
+            f" {gpus}{', shared' if shared else ''} | {row['measured_ms']:.1f} ms | {predicted} | {off} |"
         )
     return "\n".join(lines)
 
