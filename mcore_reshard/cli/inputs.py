@@ -67,16 +67,19 @@ def place_problems(topology: str | None, hosts: str) -> list[str]:
 
 
 def machine_of(plan: Plan, topology: str | None, hosts: str) -> Topology | None:
-    """Where ranks live: as --topology and --hosts say, else as the plan was made for. Raises TopologyError, InputError."""
+    """Where ranks live: as --topology and --hosts say, else as the plan was made for. Raises InputError with all that is wrong."""
     if topology is not None:
-        return parse_topology(topology, plan.train.world, plan.gen.world, hosts)
+        try:
+            return parse_topology(topology, plan.train.world, plan.gen.world, hosts)
+        except TopologyError as error:
+            raise InputError(error.violations) from error
     if hosts:
         raise InputError([_HOSTS_ALONE])
     return plan.topology
 
 
 def with_topology(plan: Plan, topology: str | None, hosts: str) -> Plan:
-    """The plan for ranks that live where --topology and --hosts say. Raises TopologyError, or InputError for --hosts alone."""
+    """The plan for ranks that live where --topology and --hosts say. Raises InputError as `machine_of` does."""
     machine = machine_of(plan, topology, hosts)
     return plan if machine is None else located(plan, machine)
 

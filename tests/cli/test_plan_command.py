@@ -73,6 +73,13 @@ def test_the_memory_of_every_rank_is_in_the_json_and_the_largest_in_the_text(run
     assert f"{size(memory['first_use']['nccl'])} with its first message over NCCL" in table
 
 
+def test_all_wrong_hosts_are_listed(run: Run) -> None:
+    refused = run("plan", *MOE, "--topology", "h200-8", "--hosts", "train=a*7,gen=b*3")
+    assert refused.code == 2
+    for line in ("hosts have 7 train ranks, the mesh has 8", "hosts have 3 gen ranks, the mesh has 4"):
+        assert f"\n  - {line}" in refused.err
+
+
 def test_the_conservative_policy_sends_narrow_attention_to_misc(run: Run) -> None:
     arguments = ["plan", "tiny-llama", "--train", "tp=2", "--gen", "tp=8", "--json"]
     assert run(*arguments).json["misc"] == []
