@@ -17,7 +17,7 @@ from helpers.plans import Case
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.transports.memory import session_memory
 from mcore_reshard.kernels.transports.mixed import _shared_gpus
-from mcore_reshard.kernels.transports.nccl.buffers import COMMUNICATOR_BYTES, POOL_BYTES
+from mcore_reshard.kernels.transports.nccl.buffers import ALONE_BYTES, POOL_BYTES
 from mcore_reshard.kernels.transports.nccl.shared_gpus import SharedGpus, codes, most_ctas
 from mcore_reshard.kernels.transports.nccl.staging import Round, ScratchBudget, divide, slot_bytes
 from mcore_reshard.kernels.transports.peer_access import RankPair, Reach
@@ -254,7 +254,7 @@ def test_memory_counts_every_communicator_and_the_slots_of_all_rounds() -> None:
     counted = session_memory(plan, options, transports=("auto",)).transports["auto"]
     for rank in range(4):
         # Of 4 ranks each; one rank of a side is on each host.
-        assert counted["train"][rank].nccl == 2 * (COMMUNICATOR_BYTES + 32 * (POOL_BYTES + 4 * 640))
+        assert counted["train"][rank].nccl == 2 * (ALONE_BYTES + 32 * (POOL_BYTES + 4 * 640))
         assert counted["gen"][rank].nccl == counted["train"][rank].nccl
     held = [sum(slot_bytes(parts[0][rank].found).values()) for rank in range(8)]
     assert [rank.scratch for world in ("train", "gen") for rank in counted[world]] == held  # type: ignore[index]
@@ -273,8 +273,10 @@ def test_memory_counts_the_communicator_of_replicas() -> None:
         for rank in range(6)
     ]
     counted = session_memory(plan, transports=("auto",)).transports["auto"]
-    found = [rank.nccl // COMMUNICATOR_BYTES for world in ("train", "gen") for rank in counted[world]]  # type: ignore[index]
-    assert joined == [2, 2, 2, 3, 3, 3] and all(nccl >= each for nccl, each in zip(found, joined, strict=True))
+    nccl = [rank.nccl for world in ("train", "gen") for rank in counted[world]]  # type: ignore[index]
+    pools = [1, 1, 1, 3, 3, 3]  # of 64 MiB
+    found = [(each - of_rank * 32 * POOL_BYTES) // ALONE_BYTES for each, of_rank in zip(nccl, pools, strict=True)]
+    assert joined == found == [2, 2, 2, 3, 3, 3]
 
 
 @pytest.mark.parametrize("case", CASES)
