@@ -42,6 +42,7 @@ from mcore_reshard.validation.trainer.bridge import bridge_release
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tests")]
 from bench import machine  # noqa: E402
+from bench.results import line_by_line  # noqa: E402
 from helpers import random_cases  # noqa: E402
 from helpers import traced_cases as cases  # noqa: E402
 
@@ -75,7 +76,7 @@ def main() -> int:
         else:
             run = _run_all(pool, report["cases"], is_newest, arguments.models, arguments.again)
         for case in run:
-            _write(out, report)
+            out.write_text(line_by_line(report, *PARTS))
             name = f"{case['model']:28} {case['train']:28} -> {case['gen']:10} {case.get('precision', ''):12}"
             print(f"{name} {_outcome(case)}", flush=True)
     bad = [case for part in PARTS for case in report[part] if _is_bad(case)]
@@ -131,17 +132,6 @@ def _begun(out: Path, about: Result) -> Result:
     if not about.items() <= begun.items():
         begun = about
     return {**begun, **{part: [result for result in begun.get(part, ()) if not _is_bad(result)] for part in PARTS}}
-
-
-def _write(out: Path, report: Result) -> None:
-    """JSON with a case a line, so that a change shows as one."""
-    others = json.dumps({name: value for name, value in report.items() if name not in PARTS}, indent=1)
-    parts = (f' "{part}": [\n' + ",\n".join(map(_line, report[part])) + "\n ]" for part in PARTS)
-    out.write_text(",\n".join([others[:-2], *parts]) + "\n}\n")
-
-
-def _line(case: Result) -> str:
-    return f"  {json.dumps(case, separators=(',', ':'))}"
 
 
 def _run(case: Case, mesh: str | None) -> Result:

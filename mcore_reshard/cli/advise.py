@@ -10,11 +10,10 @@ from rich.console import RenderableType
 
 from mcore_reshard.advise.advise import MOST_GPUS, Advised, advise
 from mcore_reshard.planner.layout.mesh import GenMesh, TrainMesh, format_mesh
-from mcore_reshard.planner.topology.topology import TopologyError, parse_topology
 from mcore_reshard.planning import InputError, read_request
 from mcore_reshard.report.text import seconds_text
 
-from .inputs import place_problems, uses_pxn
+from .inputs import place_problems, topology_of, uses_pxn
 from .render import count, facts, noted, print_report, progress, size, styled, table
 
 
@@ -30,10 +29,7 @@ def run(args: argparse.Namespace) -> int:
         raise InputError([*error.problems, *problems], error.remedy) from None
     if problems:
         raise InputError(problems)
-    try:
-        topology = parse_topology(args.topology, args.gpus_train, args.gpus_gen)
-    except TopologyError as error:
-        raise InputError(error.violations) from None
+    topology = topology_of(args.topology, args.gpus_train, args.gpus_gen)
     with progress(f"looking for meshes for {request.model}"):
         advised = advise(request, topology, pxn=uses_pxn())
     print_report(args.json, _as_json(args, advised), _parts(args, advised))

@@ -33,8 +33,6 @@ def collect_problems(problems: list[str]) -> Iterator[None]:
         problems += error.problems
     except PlanFileError as error:
         problems.append(str(error))
-    except TopologyError as error:
-        problems += error.violations
     except UnknownElementError as error:
         problems.append(str(error))
 
@@ -66,13 +64,18 @@ def place_problems(topology: str | None, hosts: str) -> list[str]:
     return topology_violations(topology, hosts)
 
 
+def topology_of(text: str, train_ranks: int, gen_ranks: int, hosts: str = "") -> Topology:
+    """What `parse_topology` reads. Raises InputError with all that is wrong."""
+    try:
+        return parse_topology(text, train_ranks, gen_ranks, hosts)
+    except TopologyError as error:
+        raise InputError(error.violations) from None
+
+
 def machine_of(plan: Plan, topology: str | None, hosts: str) -> Topology | None:
     """Where ranks live: as --topology and --hosts say, else as the plan was made for. Raises InputError with all that is wrong."""
     if topology is not None:
-        try:
-            return parse_topology(topology, plan.train.world, plan.gen.world, hosts)
-        except TopologyError as error:
-            raise InputError(error.violations) from error
+        return topology_of(topology, plan.train.world, plan.gen.world, hosts)
     if hosts:
         raise InputError([_HOSTS_ALONE])
     return plan.topology

@@ -99,7 +99,6 @@ def _code_of(error: Exception) -> int | None:
     from mcore_reshard.planner.plan.plan_file import PlanFileError
     from mcore_reshard.planner.plan.transfers import UnknownElementError
     from mcore_reshard.planner.proof.prove import ProofError
-    from mcore_reshard.planner.topology.topology import TopologyError
     from mcore_reshard.planning import InputError
     from mcore_reshard.validation.errors import BuildError, ProcessError, ValidationError
 
@@ -113,7 +112,6 @@ def _code_of(error: Exception) -> int | None:
             MeshError,
             PlanFileError,
             PrecisionError,
-            TopologyError,
             TransportUnavailable,
             UnknownElementError,
         ),

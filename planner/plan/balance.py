@@ -173,9 +173,6 @@ class Turns:
     @classmethod
     def numbered(cls, known: Rows, found: Ints, row: Ints, facing: Turns | None = None) -> Turns:
         """The same of rows that are `found` [rows] in `known`."""
-        if not len(found):
-            none = np.zeros(0, np.int64)
-            return cls((), none, none, row, none, none, none, none, none, none, none)
         parts, links, sizes, starts, replicas = known.columns()
         sizes = sizes[found]
         row_of, place = runs_of(starts[found], sizes)

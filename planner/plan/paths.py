@@ -84,7 +84,7 @@ class Sites:
     def _legs_between(self, src_part: int, dst_part: int, relay: bool, share: bool) -> list[tuple[int, int]]:
         legs: list[tuple[int, int]] = []
         on_gpu, in_domain, everyone = self._sources_of(src_part)
-        on_own, over_nic = (self._alone(dst_part, link) for link in (OWN_GPU, NIC))
+        on_own, over_nic = (self.rows.alone(dst_part, self.dst_gpus.shape[1], link) for link in (OWN_GPU, NIC))
         far: dict[int, list[int]] = {}  # replicas that one leg leads to, by domain
         beside: dict[int, tuple[int, list[int]]] = {}  # who sends over NVLink, and replicas of their domain
         places = zip(self.dst_gpus[dst_part].tolist(), self.dst_domains[dst_part].tolist(), strict=True)
@@ -114,10 +114,6 @@ class Sites:
                 everyone,
             )
         return self._sources[src_part]
-
-    def _alone(self, dst_part: int, link: int) -> list[int]:
-        """Which row of `rows` is each replica of a part alone."""
-        return self.rows.alone(dst_part, self.dst_gpus.shape[1], link)
 
 
 def _as_they_come(numbers: Ints) -> tuple[Ints, Ints]:
@@ -272,10 +268,8 @@ class Paths:
                 of_row.setdefault(rows[number], {})[parts[0]] = nbytes[parts]
         taken: dict[int, dict[int, int]] = {}  # by source part: a row in place of another one
         for (src_part, row), new in rows_on_rails(of_row, self.sites.on_rail, NIC).items():
-            old = self.sites.rows.number_of(row.part, row.replicas, row.link)
-            taken.setdefault(src_part, {})[old] = self.sites.rows.number_of(
-                new.part, new.replicas, new.link, new.passed_to
-            )
+            old = rows.number_of(row.part, row.replicas, row.link)
+            taken.setdefault(src_part, {})[old] = rows.number_of(new.part, new.replicas, new.link, new.passed_to)
         return [
             _replaced(between, taken[parts[0]]) if parts[0] in taken else between
             for parts, between in zip(nbytes, legs, strict=True)

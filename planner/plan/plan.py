@@ -159,9 +159,8 @@ def _tensor_name(tensor: LocalTensor, world: World, place: LayerPlace, slot: int
     return fill(tensor.name, vp=vp, layer=layer, expert=slot)
 
 
-_what = attrgetter(
-    "group", "pattern", "pp_stage", "src", "dst", "layers", "experts"
-)  # of a transfer group: all but turns
+# What a transfer group moves, and between whom: all but turns.
+_what = attrgetter("group", "pattern", "pp_stage", "src", "dst", "layers", "experts")
 
 
 @dataclass(frozen=True, slots=True)

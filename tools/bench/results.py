@@ -40,10 +40,14 @@ class ResultFile:
         partial.replace(self.path)
 
 
-def line_by_line(document: dict[str, Any], listed: str = "rows") -> str:
-    """The text of a data file that has a line for each of its rows, which are many."""
-    rows = ",\n  ".join(json.dumps(row, separators=(",", ":")) for row in document[listed])
-    return json.dumps({**document, listed: "@"}, indent=1).replace('"@"', f"[\n  {rows}\n ]") + "\n"
+def line_by_line(document: dict[str, Any], *listed: str) -> str:
+    """The text of a data file that has a line for each of its rows, which are many; by default those of `rows`."""
+    listed = listed or ("rows",)
+    text = json.dumps({**document, **{name: f"@{name}" for name in listed}}, indent=1)
+    for name in listed:
+        rows = ",\n  ".join(json.dumps(row, separators=(",", ":")) for row in document[name])
+        text = text.replace(f'"@{name}"', f"[\n  {rows}\n ]", 1)
+    return text + "\n"
 
 
 def skipped(workload: str, method: str, reason: str) -> Row:

@@ -73,8 +73,7 @@ def buffer_bytes(
         pools = 1 if far & {*senders} else 0
         if far:  # also for a rank that sends nothing to them: others do, through its GPU
             pools += min(HOST_GPUS, sum(each < train_ranks or "relay" in division.hops for each in near))
-        of_stream = (COMMUNICATOR_BYTES if len(near) > 1 else ALONE_BYTES) + channels * (
-            pools * POOL_BYTES + len(members) * _PEER_BYTES
-        )
+        communicator = COMMUNICATOR_BYTES if len(near) > 1 else ALONE_BYTES
+        of_stream = communicator + channels * (pools * POOL_BYTES + len(members) * _PEER_BYTES)
         nbytes += of_pair * near_bytes + streams * of_stream
     return nbytes
