@@ -144,14 +144,15 @@ class Rows:
         return self._columns
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Turns:
     """The turns that every member takes, each in a row of replicas.
 
     Replicas of all rows, one row after the other, are the places.
     """
 
-    rows: tuple[Row, ...]
+    known: Rows
+    found: Ints  # [rows]: their numbers in `known`
     parts: Ints  # [rows]
     links: Ints  # [rows]
     row: Ints  # [turns]
@@ -182,7 +183,8 @@ class Turns:
             cycle = np.lcm(sizes[row], facing.sizes[facing.row])
             number = _mixed(row, cycle, facing)
         return cls(
-            tuple(map(known.__getitem__, found.tolist())),
+            known,
+            found,
             parts[found],
             links[found],
             row,
@@ -194,6 +196,10 @@ class Turns:
             sizes,
             cycle,
         )
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        return tuple(map(self.known.__getitem__, self.found.tolist()))
 
     def replica(self, first: Numbers, member: Numbers, turn: Numbers | slice = slice(None)) -> Ints:
         """Which replica takes a turn of a member; arguments broadcast against each other."""

@@ -29,16 +29,19 @@ def from_trainer_of(plan: Plan) -> tuple[Ints, Ints]:
     """[links, training ranks] the bytes that each sends in one refit; [links, generation ranks] those that each gets."""
     sent, received = (np.zeros((len(LINKS), world), np.int64) for world in (plan.train.world, plan.gen.world))
     for alike in plan.alike:
-        paths, members = alike.paths, alike.members
+        paths, of_waves = (
+            alike.paths,
+            (alike.members, plan.balanced_waves, alike.lags[0]),
+        )  # known since they were balanced
         src, dst, first_src, first_dst = np.array(
             [(each.src, each.dst, each.first_src_replica, each.first_dst_replica) for each in alike.transfer_groups]
         ).T
         for load, turns, grids, firsts, moved in (
-            (sent, paths.pulls, src, first_src, paths.pulled_bytes(members)),
-            (received, paths.landings, dst, first_dst, paths.landed_bytes(members)),
+            (sent, paths.pulls, src, first_src, paths.pulled_bytes(*of_waves)),
+            (received, paths.landings, dst, first_dst, paths.landed_bytes(*of_waves)),
         ):
             ranks = np.stack([turns.ranks(plan.rank_grids[grid]) for grid in grids.tolist()])
-            _add(load, turns.links[turns.row_of], ranks, moved[0, turns.moved_from(firsts[:, None])])
+            _add(load, turns.links[turns.row_of], ranks, moved.sum(axis=0)[turns.moved_from(firsts[:, None])])
     return sent, received
 
 

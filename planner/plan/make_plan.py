@@ -286,7 +286,7 @@ def _balanced(
     sending: list[Share] = []
     landing: list[Share] = []
     passes_on = any(alike.paths.passes_on for alike in plan.alike)
-    waves = plan.waves if plan.spans_hosts else 1
+    waves = plan.balanced_waves
     works: dict[tuple[int, int], Work] = {}
     kept: dict[tuple[int, int, int, int], Share] = {}
     for transfers in transfer_groups:

@@ -15,7 +15,7 @@ one replica of that host gets it and passes it on. Which one of several ranks se
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -31,6 +31,7 @@ from .rails import Rails, exchanged, rows_on_rails, rows_that_exchange
 OWN_GPU, NVLINK, NIC = LINKS = 0, 1, 2  # the nearest first
 LINK_NAMES = {OWN_GPU: "own GPU", NVLINK: "NVLink", NIC: "NIC"}
 HopKind = Literal["train", "relay", "share"]  # from the trainer; between domains; within a domain
+InDomains = dict[int, tuple[list[int], int]]  # by domain: replicas of one part, and the number of their row
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +45,10 @@ class Sites:
     # [source parts, destination parts, replicas]: which are on a rail of some source; None: no matter, or all.
     on_rail: NDArray[np.bool_] | None = None
     rows: Rows = field(default_factory=Rows, repr=False)  # of all legs that were asked for; sites may share them
+    # The replicas of each domain, by destination part, with the row that they are over NICs; sites with one `dst_domains`
+    # may share them.
+    in_domains: dict[int, InDomains] = field(default_factory=dict, repr=False)
+    paths: dict[Hashable, Paths] = field(default_factory=dict, init=False, repr=False)  # of what is moved between them
     _legs: dict[tuple[int, int, bool, bool], Ints] = field(default_factory=dict, init=False, repr=False)
     _sources: dict[int, tuple[dict[int, int], dict[int, int], int]] = field(
         default_factory=dict, init=False, repr=False
@@ -82,26 +87,41 @@ class Sites:
         return self._legs[key]
 
     def _legs_between(self, src_part: int, dst_part: int, relay: bool, share: bool) -> list[tuple[int, int]]:
-        legs: list[tuple[int, int]] = []
         on_gpu, in_domain, everyone = self._sources_of(src_part)
-        on_own, over_nic = (self.rows.alone(dst_part, self.dst_gpus.shape[1], link) for link in (OWN_GPU, NIC))
-        far: dict[int, list[int]] = {}  # replicas that one leg leads to, by domain
-        beside: dict[int, tuple[int, list[int]]] = {}  # who sends over NVLink, and replicas of their domain
-        places = zip(self.dst_gpus[dst_part].tolist(), self.dst_domains[dst_part].tolist(), strict=True)
-        for replica, (gpu, domain) in enumerate(places):
-            cell = domain if share else ~replica
-            if (own := on_gpu.get(gpu)) is not None:
-                legs.append((own, on_own[replica]))
-            elif (near := in_domain.get(domain)) is not None:
-                beside.setdefault(cell if relay else ~replica, (near, []))[1].append(replica)
-            else:
-                far.setdefault(cell, []).append(replica)
-        legs += [(near, self.rows.number_of(dst_part, tuple(mates), NVLINK)) for near, mates in beside.values()]
-        cells = [[replica for cell in far.values() for replica in cell]] if relay and far else [*far.values()]
-        return legs + [
-            (everyone, over_nic[cell[0]] if len(cell) == 1 else self.rows.number_of(dst_part, tuple(cell), NIC))
-            for cell in cells
+        on_own, beside, over_nic = (self.rows.alone(dst_part, self.dst_gpus.shape[1], link) for link in LINKS)
+        gpus, far = self.dst_gpus[dst_part].tolist(), []
+        own: list[tuple[int, int]] = []  # (replica, who sends) on the replica's GPU
+        near: list[tuple[list[int], int]] = []  # (replicas, who sends) in their domain
+        for domain, (replicas, row) in self._in_domains_of(dst_part).items():
+            if domain not in in_domain:
+                far.append((replicas, row))
+                continue
+            own += [(replica, on_gpu[gpus[replica]]) for replica in replicas if gpus[replica] in on_gpu]
+            near.append(([replica for replica in replicas if gpus[replica] not in on_gpu], in_domain[domain]))
+        legs = [(sender, on_own[replica]) for replica, sender in sorted(own)]
+        if relay and share:
+            together = sorted((mates, sender) for mates, sender in near if mates)
+            legs += [(sender, self.rows.number_of(dst_part, tuple(mates), NVLINK)) for mates, sender in together]
+        else:
+            alone = sorted((replica, sender) for mates, sender in near for replica in mates)
+            legs += [(sender, beside[replica]) for replica, sender in alone]
+        if relay and far:
+            cells = [replica for replicas, _ in far for replica in replicas]
+            return [*legs, (everyone, self.rows.number_of(dst_part, tuple(cells if share else sorted(cells)), NIC))]
+        if share:
+            return [*legs, *((everyone, row) for _, row in far)]
+        return [
+            *legs,
+            *((everyone, over_nic[replica]) for replica in sorted(r for replicas, _ in far for r in replicas)),
         ]
+
+    def _in_domains_of(self, dst_part: int) -> InDomains:
+        if dst_part not in self.in_domains:
+            self.in_domains[dst_part] = {
+                domain: (replicas, self.rows.number_of(dst_part, tuple(replicas), NIC))
+                for domain, replicas in _by_number(self.dst_domains[dst_part]).items()
+            }
+        return self.in_domains[dst_part]
 
     def _sources_of(self, src_part: int) -> tuple[dict[int, int], dict[int, int], int]:
         """Which rows of `rows` send, of a part's replicas: those of each GPU, of each domain, and all of them."""
@@ -124,11 +144,6 @@ def _as_they_come(numbers: Ints) -> tuple[Ints, Ints]:
     found = found[np.argsort(first[found])]
     first[found] = np.arange(len(found))
     return found, first[numbers]
-
-
-def _replaced(legs: Ints, rows: Mapping[int, int]) -> Ints:
-    """The legs [legs, 2] with other rows that receive."""
-    return np.array([(src, rows.get(dst, dst)) for src, dst in legs.tolist()], np.int64).reshape(-1, 2)
 
 
 def _index_of(known: Ints, numbers: Ints) -> Ints:
@@ -206,7 +221,7 @@ class Paths:
     @cached_property
     def passes_on(self) -> bool:
         """Whether replicas pass anything on."""
-        return any(len(row.reached) > 1 for row in self.landings.rows)
+        return bool((self.landings.sizes > 1).any()) or any(row.passed_to for row in self.landings.rows)
 
     @cached_property
     def passed_on(self) -> Ints:
@@ -240,40 +255,29 @@ class Paths:
         ends = [*zip(self.src_parts.tolist(), self.dst_parts.tolist(), strict=True)]
         for parts, size in zip(ends, self.overlap_bytes.tolist(), strict=True):
             nbytes[parts] += size
-        legs = self._legs(nbytes)
-        place = {parts: number for number, parts in enumerate(nbytes)}
+        legs = [self.sites.legs(*parts, relay=self.relay, share=self.share) for parts in nbytes]
         counts = np.array([len(between) for between in legs], np.int64)
+        rows = np.concatenate([np.zeros((0, 2), np.int64), *legs])
+        if self.sites.on_rail is not None and self.share and not self.relay:
+            self._put_on_rails(rows, np.repeat(np.array([(*parts, size) for parts, size in nbytes.items()]), counts, 0))
+        place = {parts: number for number, parts in enumerate(nbytes)}
         overlap, leg = runs_of(
             *(each[[place[parts] for parts in ends]] for each in (np.cumsum(counts) - counts, counts))
         )
-        turns = []
-        for number in np.concatenate([np.zeros((0, 2), np.int64), *legs]).T:
-            found, row = _as_they_come(number)
-            turns.append((found, row[leg]))
-        (sources, src), (destinations, dst) = turns
+        (sources, src), (destinations, dst) = ((found, row[leg]) for found, row in map(_as_they_come, rows.T))
         landings = Turns.numbered(self.sites.rows, destinations, dst)
         return overlap, Turns.numbered(self.sites.rows, sources, src, facing=landings), landings
 
-    def _legs(self, nbytes: Counter[tuple[int, int]]) -> list[Ints]:
-        """[legs, 2]: who sends and who receives, in `Sites.rows`, between each two parts. `nbytes` are those of them."""
-        legs = [self.sites.legs(*parts, relay=self.relay, share=self.share) for parts in nbytes]
-        if self.sites.on_rail is None or self.relay or not self.share:
-            return legs
-        rows = self.sites.rows
-        _, links, sizes, *_ = rows.columns()
-        takes_turns = (links == NIC) & (sizes > 1)
-        of_row: dict[Row, dict[int, int]] = {}  # by source part
-        for parts, between in zip(nbytes, legs, strict=True):
-            for number in between[takes_turns[between[:, 1]], 1].tolist():
-                of_row.setdefault(rows[number], {})[parts[0]] = nbytes[parts]
-        taken: dict[int, dict[int, int]] = {}  # by source part: a row in place of another one
-        for (src_part, row), new in rows_on_rails(of_row, self.sites.on_rail, NIC).items():
-            old = rows.number_of(row.part, row.replicas, row.link)
-            taken.setdefault(src_part, {})[old] = rows.number_of(new.part, new.replicas, new.link, new.passed_to)
-        return [
-            _replaced(between, taken[parts[0]]) if parts[0] in taken else between
-            for parts, between in zip(nbytes, legs, strict=True)
-        ]
+    def _put_on_rails(self, rows: Ints, parts: Ints) -> None:
+        """Of `rows` [legs, 2] that get bytes over NICs, keep the replicas on rails of the source where these share evenly.
+
+        `parts` [legs, 3]: source part, destination part, and bytes between these, of each leg.
+        """
+        assert self.sites.on_rail is not None
+        _, links, sizes, *_ = self.sites.rows.columns()
+        turns = np.flatnonzero((links[rows[:, 1]] == NIC) & (sizes[rows[:, 1]] > 1))
+        src_part, _, nbytes = parts[turns].T
+        rows[turns, 1] = rows_on_rails(self.sites.rows, rows[turns, 1], src_part, nbytes, self.sites.on_rail)
 
     @cached_property
     def _cells(self) -> tuple[Ints, Turns]:
@@ -384,11 +388,11 @@ class Paths:
         root, lander = self.landings.replica(first_dst, member, leg_of[cell]), cells.replica(first_dst, member, cell)
         return np.where(self._cell_of(part, root) == self._cell_of(part, lander), root, lander)
 
-    def pulled_bytes(self, members: int, waves: int = 1, lag: int = 0) -> Ints:
+    def pulled_bytes(self, members: int, waves: int, lag: int) -> Ints:
         """Bytes that each replica of a row of `pulls` sends if the first one begins, as [waves, places]."""
         return self._keep_by_wave(0, members, waves, lag, lambda: self._moved_bytes(self.pulls, members, waves, lag))
 
-    def landed_bytes(self, members: int, waves: int = 1, lag: int = 0) -> Ints:
+    def landed_bytes(self, members: int, waves: int, lag: int) -> Ints:
         """Bytes that each replica of a row of `landings` gets from the trainer if the first one begins; in the same form."""
         return self._keep_by_wave(1, members, waves, lag, lambda: self._moved_bytes(self.landings, members, waves, lag))
 

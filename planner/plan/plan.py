@@ -32,7 +32,7 @@ from mcore_reshard.planner.topology.topology import Topology
 from .balance import WAVE_LAGS, Rows, waves_for
 from .bands import in_bands
 from .loads import Loads, from_trainer_of, loads_of
-from .paths import NIC, Hop, HopKind, Paths, Sites
+from .paths import NIC, Hop, HopKind, InDomains, Paths, Sites
 from .rails import Rails
 from .schedule import MemberNames, World
 
@@ -64,7 +64,6 @@ class TransferPattern:
     src: Partition
     dst: Partition
     overlaps: tuple[Overlap, ...]
-    _paths: dict[tuple[object, ...], Paths] = field(default_factory=dict, init=False, repr=False, compare=False)
     _in_bands: dict[int, TransferPattern] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def in_bands(self, largest: int) -> TransferPattern:
@@ -91,13 +90,10 @@ class TransferPattern:
         nbytes = [overlap.region.elements * ITEMSIZE[self.ends(overlap)[1].tensor.dtype] for overlap in self.overlaps]
         return np.array(nbytes, dtype=np.int64)
 
-    def paths(self, sites: Sites, relay: bool, share: bool) -> Paths:
-        """The paths of the overlaps if replicas are at `sites`."""
-        key = sites.key, relay, share
-        if key not in self._paths:  # many transfer groups share it, and so do plans for more or fewer replicas
-            parts = self.parts["train"], self.parts["gen"]
-            self._paths[key] = Paths(*parts, self.overlap_bytes, sites, relay, share)
-        return self._paths[key]
+    @cached_property
+    def moved(self) -> bytes:
+        """Equal for patterns whose overlaps are of the same parts, and have as many bytes: their paths are the same."""
+        return b"".join(column.tobytes() for column in (*self.parts.values(), self.overlap_bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +161,7 @@ _what = attrgetter("group", "pattern", "pp_stage", "src", "dst", "layers", "expe
 
 @dataclass(frozen=True, slots=True)
 class AlikeTransfers:
-    """Transfer groups with the same paths and as many members, whose replicas are on the same rails.
+    """Transfer groups with one pattern, the same paths and as many members, whose replicas are on the same rails.
 
     They differ in ranks, and in which replicas begin. Their hops are [groups, members, legs].
     """
@@ -347,8 +343,8 @@ class Plan:
 
     @cached_property
     def alike(self) -> tuple[AlikeTransfers, ...]:
-        """The transfer groups by paths, number of members and rails, for what depends on nothing else of them."""
-        found: dict[tuple[int, int, bytes], AlikeTransfers] = {}
+        """The transfer groups by pattern, paths, number of members and rails, for what depends on nothing else of them."""
+        found: dict[tuple[int, int, int, bytes], AlikeTransfers] = {}
         rails_of: dict[tuple[int, int, int], tuple[Rails | None, bytes]] = {}  # with a key
         for number, transfers in enumerate(self.transfer_groups):
             paths, ends = self.paths(transfers), (transfers.src, transfers.dst, transfers.members)
@@ -356,7 +352,7 @@ class Plan:
                 rails = self._rails_of(transfers)
                 rails_of[ends] = rails, b"" if rails is None else rails.src.tobytes() + rails.dst.tobytes()
             rails, rails_key = rails_of[ends]
-            key = id(paths), transfers.members, rails_key
+            key = transfers.pattern, id(paths), transfers.members, rails_key
             if key not in found:
                 found[key] = AlikeTransfers(paths, transfers.members, rails, [], [], [])
             found[key].numbers.append(number)
@@ -423,6 +419,11 @@ class Plan:
         of_rank, in_turn = landings // self.gen.world, turns // max(1, far)
         return waves_for(passed_on, received, of_rank, in_turn, far="relay" in self.later_hops)
 
+    @property
+    def balanced_waves(self) -> int:
+        """The waves in which turns even out what ranks send and receive: all, between hosts; else the refit as a whole."""
+        return self.waves if self.spans_hosts else 1
+
     @cached_property
     def spans_hosts(self) -> bool:
         """Whether ranks are known to be in several NVLink domains."""
@@ -453,6 +454,11 @@ class Plan:
         return Rows()
 
     @cached_property
+    def _in_domains(self) -> dict[int, dict[int, InDomains]]:
+        """`Sites.in_domains` of each rank grid of engine ranks."""
+        return {}
+
+    @cached_property
     def _paths(self) -> dict[tuple[int, int, int], Paths]:
         return {}
 
@@ -462,8 +468,17 @@ class Plan:
         if key not in self._paths:
             passes_on = (False, False) if self.straight else (self.relay, self.topology is not None)
             sites = self._sites_of((transfers.src, transfers.dst))
-            self._paths[key] = self.patterns[transfers.pattern].paths(sites, *passes_on)
+            self._paths[key] = self._paths_at(sites, self.patterns[transfers.pattern], *passes_on)
         return self._paths[key]
+
+    @staticmethod
+    def _paths_at(sites: Sites, pattern: TransferPattern, relay: bool, share: bool) -> Paths:
+        """The paths of a pattern's overlaps if replicas are at `sites`. Other patterns that move the same have them too."""
+        key = pattern.moved, relay, share
+        if key not in sites.paths:
+            parts = pattern.parts["train"], pattern.parts["gen"]
+            sites.paths[key] = Paths(*parts, pattern.overlap_bytes, sites, relay, share)
+        return sites.paths[key]
 
     def _sites_of(self, ends: tuple[int, int]) -> Sites:
         """Where the ranks of a source's and a destination's rank grid are. Those with one key are one."""
@@ -475,7 +490,8 @@ class Plan:
                 (src_gpus, dst_gpus), (src_domains, dst_domains) = self._gpus_and_domains
                 domains = src_domains[src], dst_domains[dst]
                 on_rail = self._on_rail(src, dst)
-                sites = Sites(src_gpus[src], domains[0], dst_gpus[dst], domains[1], on_rail, self._rows)
+                in_domains = self._in_domains.setdefault(ends[1], {})
+                sites = Sites(src_gpus[src], domains[0], dst_gpus[dst], domains[1], on_rail, self._rows, in_domains)
             self._sites[ends] = self._distinct_sites.setdefault(sites.key, sites)
         return self._sites[ends]
 

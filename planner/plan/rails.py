@@ -15,13 +15,12 @@ everything. Then the other sources would idle, so all of them take turns.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .balance import Ints, Row, Turns, runs_of
+from .balance import Ints, Rows, Turns, runs_of
 
 _EQUAL = 1e-5  # sums of as many bytes differ by less
 _NEARLY = 0.9  # of the bytes of a part: with less, few pairs of ranks exchange most, and rounds are less even
@@ -36,32 +35,31 @@ class Rails:
     members: int
 
 
-def rows_on_rails(
-    nbytes: Mapping[Row, Mapping[int, int]], on_rail: NDArray[np.bool_], link: int
-) -> dict[tuple[int, Row], Row]:
-    """Who takes turns in place of a row of one host's replicas, by source part: those on rails of that part.
+def rows_on_rails(rows: Rows, number: Ints, src_part: Ints, nbytes: Ints, on_rail: NDArray[np.bool_]) -> Ints:
+    """Who takes turns in place of rows of one host's replicas: those on rails of the source part, in `rows` as well.
 
-    `nbytes` are those of each source part by the row. `on_rail` [source parts, destination parts, replicas] says which
-    replicas are on a rail of a source. Rows of which not all replicas would get as many bytes stay.
+    Entries [entries] are a row's `number`, and the source part that sends it so many bytes. `on_rail` [source parts,
+    destination parts, replicas] says which replicas are on a rail of a source. Rows of which not all replicas would get as
+    many bytes stay.
     """
-    rows = [*nbytes]
-    entries = [(number, part, size) for number, row in enumerate(rows) for part, size in nbytes[row].items()]
-    if not entries:
-        return {}
-    row, part, size = np.array(entries, np.int64).T
-    turns = Turns.of(rows, row)
-    entry, place = runs_of(turns.starts[row], turns.sizes[row])
-    chosen = on_rail[part[entry], turns.parts[row[entry]], turns.replicas[place]]
-    count = np.bincount(entry, chosen).astype(np.int64)
-    loads = np.bincount(place, chosen * (size / np.maximum(count, 1))[entry])
-    first = loads[turns.starts[turns.row_of]]
-    stays = np.bincount(turns.row_of, np.abs(loads - first) > _EQUAL * first) + np.bincount(row, count == 0) > 0
-    ends = np.split(turns.replicas[place[chosen]], np.cumsum(count)[:-1])
-    return {
-        (src_part, rows[number]): Row(rows[number].part, tuple(on_its_rail.tolist()), link, rows[number].replicas)
-        for (number, src_part, _), on_its_rail in zip(entries, ends, strict=True)
-        if not stays[number]
-    }
+    parts, _, sizes, starts, replicas = rows.columns()
+    found, row = np.unique(number, return_inverse=True)
+    first_place = np.cumsum(sizes[found]) - sizes[found]
+    entry, place = runs_of(first_place[row], sizes[number])
+    _, at = runs_of(starts[number], sizes[number])
+    chosen = on_rail[src_part[entry], parts[number[entry]], replicas[at]]
+    count = np.bincount(entry, chosen, len(number)).astype(np.int64)
+    loads = np.bincount(place, chosen * (nbytes / np.maximum(count, 1))[entry])
+    row_of = np.repeat(np.arange(len(found)), sizes[found])
+    first = loads[first_place[row_of]]
+    stays = np.bincount(row_of, np.abs(loads - first) > _EQUAL * first, len(found))
+    stays += np.bincount(row, count == 0, len(found))
+    ends = np.cumsum(count)
+    on_rails, taken = replicas[at[chosen]], number.copy()
+    for each in np.flatnonzero(stays[row] == 0).tolist():
+        old, on_its_rail = rows[number[each]], on_rails[ends[each] - count[each] : ends[each]]
+        taken[each] = rows.number_of(old.part, tuple(on_its_rail.tolist()), old.link, old.replicas)
+    return taken
 
 
 def rows_that_exchange(pulls: Turns, landings: Turns, nbytes: Ints, rails: Rails, link: int) -> NDArray[np.bool_]:
@@ -71,7 +69,7 @@ def rows_that_exchange(pulls: Turns, landings: Turns, nbytes: Ints, rails: Rails
         return shared
     count = 1 + int(max(rails.src.max(initial=0), rails.dst.max(initial=0)))
     of_sources, of_ends = _by_rail(pulls, rails.src, count), _by_rail(landings, rails.dst, count)
-    wanted = np.zeros((len(pulls.rows), count))
+    wanted = np.zeros((len(pulls.found), count))
     np.add.at(wanted, pulls.row, nbytes[:, None] * of_ends[landings.row])
     shares = wanted / np.maximum(wanted.sum(axis=1), 1)[:, None]
     meet = np.minimum(of_sources, shares).sum(axis=1)
@@ -80,7 +78,7 @@ def rows_that_exchange(pulls: Turns, landings: Turns, nbytes: Ints, rails: Rails
 
 def _by_rail(turns: Turns, rails: Ints, count: int) -> NDArray[np.float64]:
     """[rows, rails]: the share of each rail in a row's replicas."""
-    shares = np.zeros((len(turns.rows), count))
+    shares = np.zeros((len(turns.found), count))
     row = turns.row_of
     np.add.at(shares, (row, rails[turns.parts[row], turns.replicas]), 1 / turns.sizes[row])
     return shares

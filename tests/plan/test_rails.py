@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers.plans import Case
 
-from mcore_reshard.planner.plan.balance import Row, Turns
+from mcore_reshard.planner.plan.balance import Row, Rows, Turns
 from mcore_reshard.planner.plan.loads import rail_bytes
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.planner.plan.paths import NIC
@@ -137,11 +137,19 @@ def test_ends_that_meet_their_source_are_spread_over_those_of_their_rail() -> No
 
 
 def test_each_part_enters_at_its_rails_if_all_nics_get_as_much() -> None:
-    row, on_rail = Row(0, (0, 1, 2, 3), NIC), np.array([[[1, 0, 1, 0]], [[0, 1, 0, 1]]], bool)
-    taken = rows_on_rails({row: {0: 6, 1: 6}}, on_rail, NIC)
-    assert taken == {(0, row): Row(0, (0, 2), NIC, row.replicas), (1, row): Row(0, (1, 3), NIC, row.replicas)}
-    assert rows_on_rails({row: {0: 6, 1: 5}}, on_rail, NIC) == {}, "NICs 0 and 2 would get more"
-    assert rows_on_rails({row: {0: 6}}, on_rail, NIC) == {}, "NICs 1 and 3 would get nothing"
+    rows, on_rail = Rows(), np.array([[[1, 0, 1, 0]], [[0, 1, 0, 1]]], bool)
+    row = rows.number_of(0, (0, 1, 2, 3), NIC)
+
+    def taken(*nbytes: int) -> list[int]:
+        numbers = np.full(len(nbytes), row)
+        return rows_on_rails(rows, numbers, np.arange(len(nbytes)), np.array(nbytes), on_rail).tolist()
+
+    assert [rows[number] for number in taken(6, 6)] == [
+        Row(0, (0, 2), NIC, rows[row].replicas),
+        Row(0, (1, 3), NIC, rows[row].replicas),
+    ]
+    assert taken(6, 5) == [row, row], "NICs 0 and 2 would get more"
+    assert taken(6) == [row], "NICs 1 and 3 would get nothing"
 
 
 @pytest.mark.parametrize(("rails_of_ends", "exchanges"), [([0, 1], True), ([0, 2], False), ([1, 1], False)])
