@@ -62,6 +62,9 @@ class Answer:
     transfers: list[Transfer]
     holders: list[Place]
     notes: list[str]
+    receivers: frozenset[int] = (
+        frozenset()
+    )  # generation ranks that get an element of a parameter, whoever is asked about
 
 
 def run(args: argparse.Namespace) -> int:
@@ -128,14 +131,16 @@ def _of_parameter(plan: Plan, question: Question) -> Answer:
     name = question.name
     group = plan.groups[find_parameter(plan, name)[0]]
     index = question.index_in(group.shape)
-    transfers = filter(question.concerns, plan.transfers(name, element=index))
+    transfers = [*plan.transfers(name, element=index)]
+    receivers = frozenset(transfer.dst.rank for transfer in transfers if transfer.dst is not None)
     notes = list(_precision_notes(plan, name, index))
     rank = question.ranks.get("gen")
     tensor = None if rank is None else local_tensors(plan, "gen", rank).get(name)
     if tensor is not None and tensor.shape != group.shape:
         sizes, gen_name = f"{list(tensor.shape)} of {list(group.shape)}", f"'gen:{name}[...]'"
         notes.append(f"{name} is also a tensor of gen:{rank}, {sizes}; for an element of that one write {gen_name}")
-    return Answer("parameter", list(transfers), holders_of(plan, name, index), notes)
+    concerned = [*filter(question.concerns, transfers)]
+    return Answer("parameter", concerned, holders_of(plan, name, index), notes, receivers)
 
 
 def _of_tensor(plan: Plan, question: Question, world: World) -> Answer:
@@ -205,7 +210,7 @@ def _why_none(args: argparse.Namespace, answer: Answer) -> str:
     holders = {place.rank for place in answer.holders}
     held_by = f" (held by train {ranges(holders)})" if holders else ""
     if args.train_rank is None:
-        return f"gen:{args.gen_rank} does not hold this element: another generation rank or stage does"
+        return f"gen:{args.gen_rank} does not hold this element (held by gen {ranges(answer.receivers)})"
     if args.gen_rank is not None:
         return f"train:{args.train_rank} does not send this element to gen:{args.gen_rank}{held_by}"
     if holders and args.train_rank not in holders:

@@ -57,22 +57,22 @@ def read_plan(source: str, *, proven: bool = True) -> Plan:
     return plan
 
 
-def place_problems(topology: str | None, hosts: str) -> list[str]:
+def place_problems(topology: str | None, hosts: str | None) -> list[str]:
     """What is wrong with --topology and --hosts, whatever the meshes."""
     if topology is None:
         return [_HOSTS_ALONE] if hosts else []
-    return topology_violations(topology, hosts)
+    return topology_violations(topology, hosts or "")
 
 
-def topology_of(text: str, train_ranks: int, gen_ranks: int, hosts: str = "") -> Topology:
+def topology_of(text: str, train_ranks: int, gen_ranks: int, hosts: str | None = None) -> Topology:
     """What `parse_topology` reads. Raises InputError with all that is wrong."""
     try:
-        return parse_topology(text, train_ranks, gen_ranks, hosts)
+        return parse_topology(text, train_ranks, gen_ranks, hosts or "")
     except TopologyError as error:
         raise InputError(error.violations) from None
 
 
-def machine_of(plan: Plan, topology: str | None, hosts: str) -> Topology | None:
+def machine_of(plan: Plan, topology: str | None, hosts: str | None) -> Topology | None:
     """Where ranks live: as --topology and --hosts say, else as the plan was made for. Raises InputError with all that is wrong."""
     if topology is not None:
         return topology_of(topology, plan.train.world, plan.gen.world, hosts)
@@ -81,7 +81,7 @@ def machine_of(plan: Plan, topology: str | None, hosts: str) -> Topology | None:
     return plan.topology
 
 
-def with_topology(plan: Plan, topology: str | None, hosts: str) -> Plan:
+def with_topology(plan: Plan, topology: str | None, hosts: str | None) -> Plan:
     """The plan for ranks that live where --topology and --hosts say. Raises InputError as `machine_of` does."""
     machine = machine_of(plan, topology, hosts)
     return plan if machine is None else located(plan, machine)

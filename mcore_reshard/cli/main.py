@@ -1,7 +1,7 @@
 """The command line. This module parses the arguments and imports nothing slow; each command has a module that runs it.
 
 Exit codes: 0 done; 1 unexpected; 2 bad input or an impossible mesh; 3 the proof of a plan failed; 4 a validation found
-bytes that differ. Errors are text on stderr, also with --json.
+bytes that differ; 130 interrupted. Errors are text on stderr, also with --json.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ elements:
   gen:NAME[i,j], train:NAME[i,j]   the same, where NAME is also an HF parameter, which otherwise is what is meant
 """
 
-_EXIT_CODES = "exit codes: 0 done, 1 unexpected, 2 bad input or impossible mesh, 3 proof failed, 4 validation mismatch"
+_EXIT_CODES = "exit codes: 0 done, 1 unexpected, 2 bad input or mesh, 3 proof failed, 4 bytes differ, 130 interrupted"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -318,9 +318,15 @@ def _topology_arguments(add: Callable[..., argparse.Action], purpose: str) -> No
     add(
         "--hosts",
         metavar="PLACES",
-        default="",
+        type=_hosts,
         help="with --topology: which ranks live on which host (default: in order)",
     )
+
+
+def _hosts(text: str) -> str:
+    if not text.strip():  # an unset variable of a script
+        raise argparse.ArgumentTypeError("it is empty: leave it out, or say which ranks are on which host")
+    return text
 
 
 def _simulated_transport(add: Callable[..., argparse.Action]) -> None:

@@ -45,9 +45,14 @@ def run(args: argparse.Namespace) -> int:
     else:
         notes = _compare_with_traces(request, plan)
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # counting GPUs must not keep ranks from being forked
+    from mcore_reshard.kernels.errors import TransportUnavailable
     from mcore_reshard.kernels.transports.registry import device_of  # torch: not before the input is known to be good
 
-    device_of(args.transport)
+    try:
+        device_of(args.transport)
+    except TransportUnavailable as error:
+        remedy = "`mcore-reshard doctor` says what this machine can run; --transport gloo needs no GPU."
+        raise InputError([str(error)], remedy) from None
     from mcore_reshard.validation.runner import ValidationRequest, validate
 
     if sys.stderr.isatty():  # no spinner: the ranks are forked from here, and threads do not survive that

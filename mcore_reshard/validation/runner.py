@@ -198,7 +198,7 @@ def _engine_kind(request: ValidationRequest, device: str) -> str:
     if engine == "slices":
         return engine
     if importlib.util.find_spec("vllm") is None:
-        unavailable_reason = "vLLM is not installed: use plain slices, or from a clone: pip install '.[vllm]'"
+        unavailable_reason = "vLLM is not installed: --engine slices needs none; from a clone: pip install '.[vllm]'"
     elif device != "cpu":
         unavailable_reason = "vLLM's model is built on the CPU here: use --transport gloo, or plain slices"
     else:

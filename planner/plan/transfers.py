@@ -362,7 +362,8 @@ def _parameter_hint(plan: Plan, name: str) -> str:
             return f": {group.name_pattern} has {' and '.join(spans)}"
     generic = re.sub(r"(?<=\.)[0-9]+(?=\.)", "#", name)
     examples = {re.sub(r"\{\w+\}", "#", group.name_pattern): next(group.names()) for group in plan.groups}
-    return _did_you_mean(examples[close] for close in get_close_matches(generic, examples, n=3, cutoff=0.6))
+    close = get_close_matches(generic, examples, n=3, cutoff=0.6)
+    return _did_you_mean(examples[each] for each in close) or "; `show PLAN --parameter '*'` lists them"
 
 
 def _tensor_hint(plan: Plan, world: World, rank: int, name: str) -> str:

@@ -40,6 +40,7 @@ def test_a_machine_that_is_wrong_is_listed_with_the_meshes(run: Run) -> None:
     for problem in ("tp = 3", "no machine 'h3'", "'a*x' is not", "/no/such/folder"):
         assert problem in outcome.err
     assert "needs --topology" in run(*meshes, "--hosts", "train=a*3").err
+    assert "--hosts: it is empty" in run(*meshes, "--topology", "h200-8", "--hosts", "").err
 
 
 @pytest.mark.parametrize(

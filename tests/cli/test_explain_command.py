@@ -87,7 +87,7 @@ def test_explain_says_padding_misc_and_nobody(run: Run, plan_of: Any, tmp_path: 
     answer = run("explain", padded, element, "--json").json
     (idle,) = {place["rank"] for place in answer["holders"]} - {origin["src"]["rank"] for origin in answer["origins"]}
     assert "its replicas serve every pull" in run("explain", padded, element, "--train-rank", idle).out
-    assert "gen:1 does not hold this element" in run("explain", padded, element, "--gen-rank", 1).out
+    assert "gen:1 does not hold this element (held by gen 0)" in run("explain", padded, element, "--gen-rank", 1).out
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,10 @@ _NO_RANKS = [
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["x[5000,9003]", "--gen-rank", 77, "--train-rank", 99], [*_NO_RANKS, "the plan has no parameter 'x'"]),
+        (
+            ["x[5000,9003]", "--gen-rank", 77, "--train-rank", 99],
+            [*_NO_RANKS, "the plan has no parameter 'x'; `show PLAN --parameter '*'` lists them"],
+        ),
         (
             ["model.norm.weight[5000]", "--gen-rank", 77, "--train-rank", 99],
             [*_NO_RANKS, "index [5000] is outside of model.norm.weight, which has shape [64]: write [0] to [63]"],

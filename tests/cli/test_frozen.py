@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import redirect_stdout
+from dataclasses import asdict
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
@@ -21,6 +22,10 @@ from unittest import mock
 import pytest
 
 from mcore_reshard.cli.main import main
+from mcore_reshard.kernels.options import Options
+from mcore_reshard.kernels.rendezvous.store import connect_store
+from mcore_reshard.session.attempts import HEAD, Head
+from mcore_reshard.session.record import SEEN
 
 FROZEN = Path(__file__).with_name("frozen.json")
 MOE = ["tiny-qwen3-moe", "--train", "tp=2,pp=2,ep=2,dp=2", "--gen", "tp=2,dp=2"]
@@ -71,6 +76,25 @@ def sorted_keys(output: str) -> list[str]:
     return sorted({*keys_of(json.loads(output))})
 
 
+def session_keys() -> dict[str, list[str]]:
+    """The keys of `store`, and of `watch` beside a session of one rank, whose first attempt is under way."""
+    command = [sys.executable, "-m", "mcore_reshard", "store", "--host", "127.0.0.1", "--port", "0", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        answer = process.stdout.readline()
+        address = json.loads(answer)["address"]
+        said = {"state": "intact", "version": None, "committed": None, "doing": None, "since": None, "failure": None}
+        try:
+            with pytest.warns(UserWarning, match="no token"), connect_store(address, Options(timeout_s=30)) as rank:
+                rank.take_seat("train:0", {"pid": 7})
+                rank.set(f"{SEEN}/train:0", json.dumps({**said, "world": [1, 1, 1]}))
+                rank.set(HEAD, json.dumps(asdict(Head("leader", 1, "connect", ""))))
+                seen = output_of(["watch", address, "--json"])
+        finally:
+            process.terminate()
+    return {"store": sorted_keys(answer), "watch": sorted_keys(seen)}
+
+
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = str(tmp_path_factory.mktemp("plans") / "plan.json")
@@ -103,6 +127,11 @@ def test_the_keys_of_a_validation_are_what_they_were(frozen: dict[str, dict[str,
     assert sorted_keys(done.stdout) == frozen["json"]["validate"]
 
 
+def test_the_keys_of_store_and_watch_are_what_they_were(frozen: dict[str, dict[str, Any]]) -> None:
+    kept = {name: frozen["json"][name] for name in ("store", "watch")}
+    assert session_keys() == kept
+
+
 def test_a_key_more_or_less_is_seen() -> None:
     assert {*keys_of({"misc": [{"reason": ""}, {"bytes": 1}]})} == {"misc", "misc[].reason", "misc[].bytes"}
 
@@ -113,6 +142,9 @@ if __name__ == "__main__":
         output_of(["plan", *MOE, "--out", path])
         kept: dict[str, Any] = {
             "help": {" ".join(command): output_of([*command, "--help"]).splitlines() for command in HELP},
-            "json": {name: json_keys(arguments, path) for name, arguments in {**JSON, "validate": VALIDATE}.items()},
+            "json": {
+                **{name: json_keys(arguments, path) for name, arguments in {**JSON, "validate": VALIDATE}.items()},
+                **session_keys(),
+            },
         }
     FROZEN.write_text(json.dumps(kept, indent=1) + "\n")

@@ -60,7 +60,7 @@ def test_validate_refuses_a_plan_whose_trainer_is_in_fp8_and_whose_engine_is_not
             ["tiny-llama", "--train", "tp=2", "--gen", "tp=2", "--config", "x"],
             "leave out --config: tiny-llama is the config",
         ),
-        (["tiny-llama", "--train", "tp=2", "--gen", "tp=2", "--transport", "nccl"], "transport"),
+        (["tiny-llama", "--train", "tp=2", "--gen", "tp=2", "--transport", "nccl"], "--transport gloo needs no GPU"),
     ],
 )
 def test_validate_checks_its_input_before_it_starts_anything(run: Run, arguments: list[str], expected: str) -> None:
