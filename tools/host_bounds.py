@@ -8,6 +8,8 @@ python tools/host_bounds.py --out tools/results/host-bounds.json --only 32->128 
                hosts, also where replicas pass on
     nccl       the same of nccl alone, which has no pair of ranks on one GPU
     rail_share of the bytes by NIC, what leaves and enters by NICs of one number
+
+`carriers` are refits in which engine ranks receive for others; of each the same without.
 """
 
 from __future__ import annotations
@@ -19,11 +21,13 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from datetime import date
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -33,6 +37,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 from bench.results import line_by_line  # noqa: E402
 
 import mcore_reshard as mr  # noqa: E402
+from mcore_reshard.planner.plan import make_plan  # noqa: E402
 from mcore_reshard.planner.plan.least_time import LeastTime, least_time  # noqa: E402
 from mcore_reshard.planner.plan.loads import busiest_link, rail_bytes  # noqa: E402
 from mcore_reshard.planner.plan.locate import located  # noqa: E402
@@ -55,11 +60,12 @@ class HostsCase:
     train: str
     gen: str
     shared: bool = False
+    machine: str = MACHINE
 
     @cache  # noqa: B019  cases are few
     def plan(self) -> Plan:
         plan = mr.plan(self.config, train=self.train, gen=self.gen)
-        machine = f"{MACHINE},shared" if self.shared else MACHINE
+        machine = f"{self.machine},shared" if self.shared else self.machine
         return located(plan, parse_topology(machine, plan.train.world, plan.gen.world))
 
     @cache  # noqa: B019
@@ -73,6 +79,24 @@ class HostsCase:
         plan = self.plan()
         assert plan.topology is not None
         return simulate(plan, plan.topology, transport)
+
+
+_V3 = "tp=8,pp=8,ep=32,dp=4,layers=8+8+8+8+8+7+7+7"
+CARRIERS = [
+    HostsCase("DeepSeek-V3 256->128 tp32, racks", "deepseek-v3", _V3, "tp=32,dp=4", machine="gb200-nvl72"),
+    HostsCase("the same, shared GPUs", "deepseek-v3", _V3, "tp=32,dp=4", shared=True, machine="gb200-nvl72"),
+    HostsCase(
+        "Qwen3-30B 32->12 tp4, 6 GPUs a host", "qwen3-30b-a3b", "tp=4,ep=8,dp=8", "tp=4,dp=3", machine="h200-8,gpus=6"
+    ),
+    HostsCase(
+        "Llama-8B 16 GPUs shared, 2 a host",
+        "llama-3.1-8b",
+        "tp=4,dp=4",
+        "tp=2,dp=8",
+        shared=True,
+        machine="h200-8,gpus=2",
+    ),
+]
 
 
 def all_cases() -> dict[str, HostsCase]:
@@ -123,6 +147,25 @@ def row_of(case: HostsCase) -> dict[str, Any]:
     return row
 
 
+def carriers_row(case: HostsCase) -> dict[str, Any]:
+    row: dict[str, Any] = {"name": case.name, "machine": case.machine, "least_seconds": case.least().seconds}
+    for name, patched in (("with", False), ("without", True)):
+        each = replace(case, name=name)  # plans are kept by case
+        with patch.object(make_plan, "carriers_for", lambda plan: ()) if patched else nullcontext():
+            plan = each.plan()
+        row[name] = {
+            "carried_ranks": len(plan.carriers),
+            "carriers": len(plan.carrier_ranks),
+            "waves": plan.waves,
+            "links": round(each.link_ratio(), 4),
+            **{
+                transport: round(each.simulation(transport).seconds / case.least().seconds, 4)
+                for transport in TRANSPORTS
+            },
+        }
+    return row
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
@@ -138,6 +181,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"{transport} {row[transport]['ratio']:.2f}" for transport in (*TRANSPORTS, "nccl") if transport in row
             )
             print(f"{case.name}: links {row['links']:.3f}, {ratios}", flush=True)
+    carriers = [carriers_row(case) for case in CARRIERS if re.search(args.only, case.name)]
+    for row in carriers:
+        print(
+            f"{row['name']}: auto {row['without']['auto']:.2f} without carriers, {row['with']['auto']:.2f}", flush=True
+        )
+    if args.only and args.out and args.out.exists():
+        known = {row["name"]: row for row in json.loads(args.out.read_text()).get("carriers", ())}
+        carriers = [*{**known, **{row["name"]: row for row in carriers}}.values()]
     result = {
         "what": "times of refits, divided by the least time that any plan could take; none was run",
         "machine": MACHINE,
@@ -145,9 +196,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "python": platform.python_version(),
         "numpy": np.__version__,
         "rows": [*rows.values()],
+        "carriers": carriers,
     }
     if args.out:
-        args.out.write_text(line_by_line(result))
+        args.out.write_text(line_by_line(result, "rows", "carriers"))
     return 0
 
 

@@ -40,9 +40,9 @@ class LocalPiece:
 
 
 def allocate(schedule: Schedule, device: torch.device) -> dict[str, torch.Tensor]:
-    """The tensors of a schedule, poisoned; not those that executors compute."""
-    tensors = {}
-    for local in (local for index, local in enumerate(schedule.tensors) if index not in schedule.computed):
+    """The tensors of a schedule, poisoned; not those that executors compute, nor those that hold what a rank carries."""
+    tensors, not_live = {}, {*schedule.computed, *schedule.carried}
+    for local in (local for index, local in enumerate(schedule.tensors) if index not in not_live):
         dtype = getattr(torch, local.dtype)
         raw = torch.full((prod(local.shape) * dtype.itemsize,), POISON, dtype=torch.uint8, device=device)
         tensors[local.name] = raw.view(dtype).reshape(local.shape)

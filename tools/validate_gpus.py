@@ -69,6 +69,7 @@ def main() -> int:
     ]
     trainer.prepare(on_cuda=True)  # seconds, paid once: the cases are forked from here
     for case in _run_all(wanted, arguments.jobs):
+        report["source"] = case.pop("source", report["source"])  # of all cases
         report["cases"].append(case)
         arguments.out.write_text(line_by_line(report, "cases"))
         print(f"{case['transport']:6} {case['family']:12} {case['mesh']:28} {_outcome(case)}", flush=True)
@@ -86,12 +87,13 @@ def cases_on(gpus: int, transport: str, few: bool) -> list[tuple[str, str]]:
 
 def _begun(out: Path, about: dict[str, Any]) -> dict[str, Any]:
     """The report in `out` without its failed cases, if it is about the same; else a report without cases."""
-    cases = []
+    source, cases = "", []
     if out.exists():
         begun = json.loads(out.read_text())
         if about.items() <= begun.items():
+            source = begun["source"]
             cases = [case for case in begun["cases"] if not (case.get("error") or case.get("wrong"))]
-    return {**about, "cases": cases}
+    return {**about, "source": source, "cases": cases}
 
 
 def _run_all(wanted: list[tuple[str, str, str, int]], jobs: int) -> Iterator[dict[str, Any]]:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 
 from mcore_reshard.kernels.errors import BindError, StaleTensorError, TornWeightsError
 from mcore_reshard.planner.plan.schedule import Schedule, StageSchedule
 
+from .carried import carried_places
 from .casts import Casts, bound_casts, cast_problems
 from .checks import tensor_problems, transfer_problems, unfilled_tensors, unnamed_transfers
 from .tensors import Fingerprint
@@ -203,6 +205,8 @@ def bind(schedule: Schedule, tensors: Mapping[str, torch.Tensor]) -> BoundSchedu
 
 def _bind_unchecked(schedule: Schedule, tensors: Mapping[str, torch.Tensor]) -> BoundSchedule:
     weight_of = {cast.scales: schedule.tensors[cast.tensor] for cast in schedule.casts}  # by tensor of scales
+    if carried := _allocate_carried(schedule, tensors):
+        tensors = {**tensors, **carried}
     bound: list[torch.Tensor] = []
     fingerprints: dict[str, Fingerprint] = {}
     for index, local in enumerate(schedule.tensors):
@@ -211,6 +215,22 @@ def _bind_unchecked(schedule: Schedule, tensors: Mapping[str, torch.Tensor]) -> 
             bound.append(torch.zeros(local.shape, dtype=torch.float32, device=device))
         else:
             bound.append(tensors[local.name].detach())
-            fingerprints[local.name] = Fingerprint.of(bound[-1])
+            if index not in schedule.carried:
+                fingerprints[local.name] = Fingerprint.of(bound[-1])
     totals = tuple(map(StageTotals.of, schedule.stages))
     return BoundSchedule(schedule, tuple(bound), bound_casts(schedule), fingerprints, totals)
+
+
+def _allocate_carried(schedule: Schedule, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors in which the rank carries for others, beside its own. {} where `tensors` has them, or there are none."""
+    if all(schedule.tensors[index].name in tensors for index in schedule.carried):
+        return {}
+    begins, nbytes = carried_places(schedule)
+    device = next(iter(tensors.values())).device
+    memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    found: dict[str, torch.Tensor] = {}
+    for index, begin in begins.items():
+        local = schedule.tensors[index]
+        dtype = getattr(torch, local.dtype)
+        found[local.name] = memory[begin : begin + prod(local.shape) * dtype.itemsize].view(dtype).view(local.shape)
+    return found

@@ -18,8 +18,8 @@ from .tensors import misfits
 
 def tensor_problems(schedule: Schedule, tensors: Mapping[str, torch.Tensor]) -> list[str]:
     """Tensors that are missing, or of another shape, dtype, stride or device: first by stage, then by tensor."""
-    computed = {*schedule.computed}
-    live = [index for index in range(len(schedule.tensors)) if index not in computed]
+    not_live = {*schedule.computed, *schedule.carried}
+    live = [index for index in range(len(schedule.tensors)) if index not in not_live]
     reasons = {index: why for index in live if (why := "; ".join(misfits(schedule.tensors[index], tensors)))}
     problems: list[str] = []
     unbound = np.zeros(len(schedule.tensors), bool)

@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.buckets import Bucket, cut_buckets
+from mcore_reshard.kernels.copies.carried import carried_places
 from mcore_reshard.kernels.copies.casts import bound_casts, itemsizes
 from mcore_reshard.kernels.copies.copy_table import Ints, joined
 from mcore_reshard.kernels.copies.peer_table import peer_table
@@ -88,7 +89,7 @@ class RankMemory:
     """Bytes that one rank's end of a transport takes on its device; of gloo, on its host."""
 
     tables: int = 0  # that kernels walk
-    scratch: int = 0  # slots
+    scratch: int = 0  # slots; and the places of what the rank carries for others
     nccl: int = 0  # NCCL's own buffers
     scales: int = 0  # of weights that the trainer casts to FP8
     checks: int = 0  # training ranks: tiles whose checksums are compared (Options.source_checks)
@@ -156,10 +157,20 @@ def session_memory(
         else:
             by_transport["auto"] = _auto(near, ranks, alike, options, topology, shared, joined, plan.waves)
     staging = {rank: _tensor_bytes(each.schedule) for rank, each in ranks["gen"].items()}
+    carried = {
+        world: {rank: carried_places(each.schedule)[1] for rank, each in ranks[world].items()} for world in worlds
+    }
+
+    def counted(transport: str, world: World, rank: int) -> RankMemory:
+        of_rank = by_transport[transport][world][rank]
+        return replace(of_rank, scratch=of_rank.scratch + carried[world][rank])
+
     return SessionMemory(
         {
-            transport: {world: tuple(counted[world][rank] for rank in alike[world].tolist()) for world in worlds}
-            for transport, counted in by_transport.items()
+            transport: {
+                world: tuple(counted(transport, world, rank) for rank in alike[world].tolist()) for world in worlds
+            }
+            for transport in by_transport
         },
         tuple(staging[rank] for rank in alike["gen"].tolist()),
     )
@@ -570,4 +581,5 @@ def _gloo_scratch(rank: _Rank, options: Options) -> int:
 
 def _tensor_bytes(schedule: Schedule) -> int:
     elements = np.array([prod(local.shape) for local in schedule.tensors], np.int64)
+    elements[[*schedule.carried]] = 0
     return int((elements * itemsizes(schedule)).sum())

@@ -15,7 +15,7 @@ the same windows, and a rank passes on what the part before brought.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,6 +24,7 @@ from threading import Condition
 import torch
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule
+from mcore_reshard.kernels.copies.carried import PLACES
 from mcore_reshard.kernels.copies.read_back import Executed
 from mcore_reshard.kernels.cuda.streams import in_callers_context
 from mcore_reshard.kernels.errors import first_of
@@ -87,7 +88,8 @@ def connect_relayed(
             ends = [relay.sends for relay in relays], [relay.receives for relay in relays]
             store = FailFastStore(f"hop/{hop}", context.store)
             roles += _connect_roles(replicas, replace(context, store=store), hop, ends)
-        return RelayedExecutor(first, roles, context.bound.device, joined=joined)
+        carries = bool(schedule.carried)
+        return RelayedExecutor(first, roles, context.bound.device, joined=joined, carries=carries)
     except BaseException:
         close_all([*first, *roles])
         raise
@@ -119,10 +121,11 @@ def connect_unrelayed(trainer: ConnectParts, context: TransportContext) -> Execu
 class Progress:
     """How many waves have landed on this rank by each hop, and what has failed."""
 
-    def __init__(self, hops: int) -> None:
+    def __init__(self, hops: int, sending: Iterable[int] = ()) -> None:
         self.failures: list[BaseException] = []
         self.begun: list[Executor] = []  # the others still count the bytes of the run before
         self._waves = [0] * hops
+        self._passed_on = dict.fromkeys(sending, 0)  # waves, by hop
         self._changed = Condition()
 
     def landed(self, hop: int) -> None:
@@ -130,6 +133,17 @@ class Progress:
         with self._changed:
             self._waves[hop] += 1
             self._changed.notify_all()
+
+    def passed_on(self, hop: int) -> None:
+        """Say that others have got one more wave from this rank, in a hop."""
+        with self._changed:
+            self._passed_on[hop] += 1
+            self._changed.notify_all()
+
+    def wait_for_place(self, wave: int) -> None:
+        """Wait until what this rank carries for others in a wave may land: it takes the place of an earlier one."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.failures or min(self._passed_on.values(), default=wave) > wave - PLACES)
 
     def failed(self, error: BaseException) -> None:
         """Say that a hop has failed: nobody waits for anything any more."""
@@ -162,7 +176,9 @@ class Role:
                     break
                 progress.begun.append(executor)
                 reports.append(executor.run())
-                if not self.sends:
+                if self.sends:
+                    progress.passed_on(self.hop)
+                else:
                     progress.landed(self.hop)
         except BaseException as error:
             progress.failed(error)
@@ -177,13 +193,21 @@ class Role:
 class RelayedExecutor:
     """The waves of the first hop and, behind them, those of the later hops. A training rank has no `roles` in these.
 
-    Where later hops are `joined` with the first, `first` has their parts: one more than there are waves for each.
+    Where later hops are `joined` with the first, `first` has their parts: one more than there are waves for each. A rank that
+    `carries` for others lets a wave land once it has passed on the one whose place it takes.
     """
 
     def __init__(
-        self, first: Sequence[Executor], roles: Sequence[Role], device: torch.device | None, *, joined: int = 0
+        self,
+        first: Sequence[Executor],
+        roles: Sequence[Role],
+        device: torch.device | None,
+        *,
+        joined: int = 0,
+        carries: bool = False,
     ) -> None:
         self._first, self._roles, self._device, self._joined = first, roles, device, joined
+        self._carries = carries
         # Behind each other, if these bring all that a later part passes on. The device need not wait for the host then.
         queued = [executor for executor in first if isinstance(executor, Queued)]
         self._queued: Sequence[Queued] = queued if len(queued) == len(first) else ()
@@ -219,7 +243,8 @@ class RelayedExecutor:
         """Run all hops to their end. Raises the rank's first failure: later ones may be its consequences."""
         start = time.perf_counter()
         reports: list[tuple[StageReport, ...]] = []
-        progress = self._progress = Progress(1 + max([self._joined, *(role.hop for role in self._roles)]))
+        sending = [role.hop for role in self._roles if role.sends]
+        progress = self._progress = Progress(1 + max([self._joined, *(role.hop for role in self._roles)]), sending)
         later = [
             self._threads.submit(in_callers_context(partial(role.run, progress), self._device)) for role in self._roles
         ]
@@ -243,11 +268,15 @@ class RelayedExecutor:
     def _begun(self, progress: Progress) -> Iterator[Executor]:
         """The executors of the first hop, each once it has begun. Where they are queued, so has the next one."""
         if not self._queued:
-            for executor in self._first:
+            for number, executor in enumerate(self._first):
+                if self._carries:
+                    progress.wait_for_place(number)
                 progress.begun.append(executor)
                 yield executor
             return
         for number, queued in enumerate(self._queued):
+            if self._carries:
+                progress.wait_for_place(number)
             progress.begun.append(self._first[number])
             queued.queue()
             if number:

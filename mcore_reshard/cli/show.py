@@ -9,13 +9,15 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.console import RenderableType
 from rich.table import Table
 
 from mcore_reshard.planner.plan.make_schedule import relays_of, schedule_of
 from mcore_reshard.planner.plan.plan import Plan
-from mcore_reshard.planner.plan.schedule import Schedule, TransferTable, World
+from mcore_reshard.planner.plan.schedule import CARRIED, Schedule, TransferTable, World
 from mcore_reshard.planner.plan.transfers import Place, Transfer, parse_rank
+from mcore_reshard.planner.proof.prove import Proof, ProofError
 from mcore_reshard.planning import InputError
 
 from .inputs import collect_problems, read_plan
@@ -26,11 +28,21 @@ _ROWS_SHOWN = 40
 _ELEMENT = "world rank tensor shape dtype index offset byte_offset"
 
 
+def _summary(plan: Plan, proof: Proof) -> dict[str, Any]:
+    """The summary of a plan. Raises ProofError where it names ranks that are not there: nothing else can be said of it."""
+    try:
+        return summarize(plan, proof)
+    except IndexError:
+        if proof.ok:
+            raise
+        raise ProofError(proof) from None
+
+
 def run(args: argparse.Namespace) -> int:
     if args.rank is None and args.parameter is None:
         plan = read_plan(args.plan, proven=False)
         proof = plan.prove()
-        print_plan(plan, proof, summarize(plan, proof), args.json, parameters_table(plan))
+        print_plan(plan, proof, _summary(plan, proof), args.json, parameters_table(plan))
         return 0
     plan = read_plan(args.plan)
     rank, problems = None, list[str]()
@@ -69,6 +81,7 @@ def _rank_report(plan: Plan, world: World, rank: int) -> dict[str, Any]:
         "bytes": sum(stage["bytes"] for stage in stages),
         "stages": stages,
         "tensors": _tensors(schedule),
+        "carries": _totals(_carried_bytes(schedule)),
         "relay": {
             "sends": [stage for relay in relays for stage in _stages(relay.sends)],
             "receives": [stage for relay in relays for stage in _stages(relay.receives)],
@@ -95,15 +108,21 @@ def _tensors(schedule: Schedule) -> list[dict[str, Any]]:
     return [
         {"tensor": t.name, "shape": list(t.shape), "dtype": t.dtype, "transfers": number, "bytes": nbytes}
         for t, (number, nbytes) in zip(schedule.tensors, totals.tolist(), strict=True)
-        if number
+        if number and not t.name.startswith(CARRIED)
     ]
+
+
+def _carried_bytes(schedule: Schedule) -> NDArray[np.int64]:
+    """Bytes of each transfer that the rank receives for others."""
+    carried = [table.nbytes[np.isin(table.tensor, [*schedule.carried])] for table in schedule.tables]
+    return np.concatenate([np.zeros(0, np.int64), *carried])
 
 
 def _transfers_of_stages(schedule: Schedule) -> list[tuple[int, TransferTable]]:
     return [(stage.pp_stage, stage.sends if schedule.world == "train" else stage.recvs) for stage in schedule.stages]
 
 
-def _totals(nbytes: np.ndarray) -> dict[str, int]:
+def _totals(nbytes: NDArray[np.int64]) -> dict[str, int]:
     return {"transfers": len(nbytes), "bytes": int(nbytes.sum())}
 
 
@@ -114,7 +133,18 @@ def _rank_tables(report: dict[str, Any]) -> Iterator[RenderableType]:
     sends = report["rank"].startswith("train")
     moved = f"{size(report['bytes'])} in {count(report['transfers'], 'transfer')}"
     coordinate = " ".join(f"{axis}={number}" for axis, number in report["coordinate"].items())
-    yield facts([("rank", report["rank"]), ("coordinate", coordinate), ("sends" if sends else "receives", moved)])
+    carries = report["carries"]
+    carried = (
+        f"{size(carries['bytes'])} of these in {count(carries['transfers'], 'transfer')}, for other ranks of its host"
+    )
+    yield facts(
+        [
+            ("rank", report["rank"]),
+            ("coordinate", coordinate),
+            ("sends" if sends else "receives", moved),
+            *([("carries", carried)] if carries["transfers"] else []),
+        ]
+    )
     yield _peers("Stages and peers", report["stages"], *(("to", "gen") if sends else ("from", "train")))
     if report["relay"] is not None:
         yield _peers("Passed on by other replicas", report["relay"]["receives"], "from", "gen")

@@ -150,9 +150,10 @@ def _topology(plan: Plan) -> dict[str, Any] | None:
         "hosts": len(plan.topology.hosts),
         "links": [
             {"link": name, "bytes": int(plan.loads.received[link].sum()), "busiest_s": busy_s}
-            for (link, name), busy_s in zip(LINK_NAMES.items(), busy_seconds(plan), strict=True)
+            for (link, name), busy_s in zip(LINK_NAMES.items(), busy_seconds(plan, on_rails), strict=True)
         ],
         "rails": {"bytes": on_rails.nbytes, "on_rail_bytes": on_rails.on_rail},
+        "carriers": [{"rank": each.rank, "turns": [*each.turns]} for each in plan.carriers],
     }
 
 
@@ -202,6 +203,9 @@ def _head(plan: Plan, summary: dict[str, Any]) -> Iterator[tuple[str, Cell]]:
         machine, hosts = plan.topology.machine, count(len(plan.topology.hosts), "host")
         yield "topology", f"{machine.name}  {hosts}; {_HOPS[plan.later_hops]}"
         yield from rails_fact(summary["topology"]["rails"])
+    if plan.carriers:
+        carriers, carried = ranges(plan.carrier_ranks.tolist()), ranges(each.rank for each in plan.carriers)
+        yield "carriers", f"gen {carriers} receive by their NICs for gen {carried}, and pass it on"
     if len(wire_bytes) > 1:
         yield "dtypes", "bytes moved: " + ", ".join(f"{dtype} {size(moved)}" for dtype, moved in wire_bytes.items())
     else:

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.buckets import aligned, cut, fewest_buckets, paced, pack, pack_evenly
+from mcore_reshard.kernels.copies.carried import PLACES
 from mcore_reshard.kernels.copies.copy_table import expand, repeat
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.transports.direct.waves import waves_for
@@ -182,7 +183,8 @@ def script_of(plan: Plan, topology: Topology, transport: str, options: Options, 
         divided = _nccl_buckets(of_part, options, ranks, members, on_gpus, kinds, plan.waves + joined)
         parts.append(_Part(0, number, "nccl", *divided))
     merged = max(1, -(-sum(part.buckets.messages for part in parts) // most))
-    writer = _Writer(topology, merged, relayed=bool(plan.later_hops), joined=joined)
+    carriers = frozenset((plan.train.world + plan.carrier_ranks).tolist())
+    writer = _Writer(topology, merged, relayed=bool(plan.later_hops), joined=joined, carriers=carriers)
     for part in sorted(parts, key=lambda part: (part.wave + (joined if part.hop else 0), part.hop)):
         writer.add(part)
     return writer.script()
@@ -300,8 +302,11 @@ def _alike(traffic: Traffic) -> tuple[Ints, Ints]:
 class _Writer:
     """Puts the runs of all hops and waves together, each after those that it waits for."""
 
-    def __init__(self, topology: Topology, merged: int, *, relayed: bool, joined: int) -> None:
+    def __init__(
+        self, topology: Topology, merged: int, *, relayed: bool, joined: int, carriers: frozenset[int]
+    ) -> None:
         self._topology, self._merged, self._relayed, self._joined = topology, merged, relayed, joined
+        self._carriers = carriers
         self._train = len(topology.train)
         self._gpus = np.concatenate([topology.gpus("train"), topology.gpus("gen")])
         self._buckets: list[Buckets] = []
@@ -378,6 +383,8 @@ class _Writer:
             awaited.append((0 if joined else earlier, False, part.wave + (earlier if joined else 0)))
         if part.chained and sends:
             awaited.append((part.hop, False, part.wave))
+        if rank in self._carriers and not part.hop:  # what a wave brings for others takes the place of an earlier one's
+            awaited += [(1 + self._joined, True, part.wave - PLACES)]
         before: list[int] = []
         for hop, is_sender, last in awaited:  # a rank may have nothing to do in some waves
             waves = self._runs.get((rank, hop, is_sender), {})

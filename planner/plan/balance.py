@@ -99,8 +99,9 @@ class Row:
     passed_to: tuple[int, ...] = ()  # the replicas that get it from whose turn it is; (): those of the row
 
     @property
-    def reached(self) -> tuple[int, ...]:
-        return self.passed_to or self.replicas
+    def passes_to(self) -> tuple[int, ...]:
+        """The replicas that share what lands in a turn; () where it has come to the only one."""
+        return self.passed_to or (self.replicas if len(self.replicas) > 1 else ())
 
 
 class Rows:

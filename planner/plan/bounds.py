@@ -6,6 +6,7 @@ from mcore_reshard.planner.layout.record_forms import require_shape
 from mcore_reshard.planner.model.config_reader import MAX_LAYERS
 from mcore_reshard.planner.model.parameters import MAX_PARAMETERS
 
+from .carriers import TURNS
 from .plan import Plan, TransferPattern
 
 # Members times overlaps. Kimi-K2 from 2,048 to 1,024 ranks has 2.2 million; a rank's schedule has its share of them.
@@ -39,6 +40,13 @@ def require_bounded(plan: Plan) -> None:
                 f"its topology has {placed[0]} training and {placed[1]} generation ranks, its meshes {plan.train.world}"
                 f" and {plan.gen.world}"
             )
+    carried = [rank for each in plan.carriers for rank in (each.rank, *each.turns)]
+    if len(plan.carriers) > plan.gen.world or len(carried) > (1 + TURNS) * plan.gen.world:
+        raise ValueError(
+            f"{len(plan.carriers)} ranks have carriers, of {plan.gen.world}, or these have more turns than any plan"
+        )
+    if any(not 0 <= rank < plan.gen.world for rank in carried) or not all(each.turns for each in plan.carriers):
+        raise ValueError(f"its carriers are not among the {plan.gen.world} generation ranks")
     overlaps = [len(pattern.overlaps) for pattern in plan.patterns]
     for each in plan.transfer_groups:
         first, stop = each.experts

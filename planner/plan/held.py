@@ -47,7 +47,7 @@ class Held:
 
 
 def held_pieces(plan: Plan, world: World, rank: int) -> Iterator[HeldPiece]:
-    """Everything that planned transfers may read on a training rank, or write on a generation rank."""
+    """Everything that planned transfers may read on a training rank, or write on a generation rank, which may carry some."""
     for place in plan.groups_of(world, rank):
         transfers = place.transfers
         for piece in place.partition.pieces[place.part]:
@@ -59,4 +59,16 @@ def held_pieces(plan: Plan, world: World, rank: int) -> Iterator[HeldPiece]:
                 layers=tuple(layer.layer for layer in transfers.layers),
                 experts=transfers.experts,
                 slot=transfers.slot(world, 0),
+            )
+    for place in plan.carried_by(rank) if world == "gen" else ():
+        transfers = place.transfers
+        for overlap in place.overlaps.tolist():
+            yield HeldPiece(
+                group=transfers.group,
+                shape=plan.groups[transfers.group].view,
+                piece=place.pattern.carried_piece(place.pattern.overlaps[overlap]),
+                tensors=tuple(plan.carried_name(place.index, member, overlap) for member in range(transfers.members)),
+                layers=tuple(layer.layer for layer in transfers.layers),
+                experts=transfers.experts,
+                slot=0,
             )

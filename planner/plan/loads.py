@@ -40,7 +40,8 @@ def from_trainer_of(plan: Plan) -> tuple[Ints, Ints]:
             (sent, paths.pulls, src, first_src, paths.pulled_bytes(*of_waves)),
             (received, paths.landings, dst, first_dst, paths.landed_bytes(*of_waves)),
         ):
-            ranks = np.stack([turns.ranks(plan.rank_grids[grid]) for grid in grids.tolist()])
+            of_world = plan.receivers if load is received else plan.rank_grids
+            ranks = np.stack([turns.ranks(of_world[grid]) for grid in grids.tolist()])
             _add(load, turns.links[turns.row_of], ranks, moved.sum(axis=0)[turns.moved_from(firsts[:, None])])
     return sent, received
 
@@ -57,7 +58,7 @@ def loads_of(plan: Plan) -> Loads:
         for first in np.unique(first_dst % paths.period).tolist():
             passed = paths.passed_bytes(alike.members, first)
             grids = dst[first_dst % paths.period == first].tolist()
-            links, ranks = np.arange(len(LINKS))[:, None, None], np.stack([plan.rank_grids[grid] for grid in grids])
+            links, ranks = np.arange(len(LINKS))[:, None, None], np.stack([plan.receivers[grid] for grid in grids])
             _add(passed_on, links, ranks[:, None], passed[0])
             _add(received, links, ranks[:, None], passed[1])
     return Loads(sent, received, passed_on)
@@ -69,8 +70,11 @@ def _add(load: Ints, links: Ints, ranks: NDArray[np.int32], nbytes: Ints) -> Non
     np.add.at(load.reshape(-1), where.reshape(-1), added.reshape(-1))
 
 
-def busy_seconds(plan: Plan) -> list[float]:
-    """For how long the busiest GPU of each link is busy, in the order of `LINKS`. The plan must have a topology."""
+def busy_seconds(plan: Plan, rails: RailBytes | None = None) -> list[float]:
+    """For how long the busiest GPU of each link is busy, in the order of `LINKS`. The plan must have a topology.
+
+    Bytes leave by the NIC of the sender's GPU; with `rails`, by those on the receivers' rails where that is faster.
+    """
     assert plan.topology is not None
     loads, topology, machine = plan.loads, plan.topology, plan.topology.machine
     train, gen = topology.gpus("train"), topology.gpus("gen")
@@ -79,6 +83,8 @@ def busy_seconds(plan: Plan) -> list[float]:
         np.add.at(leaving[link], train, loads.sent[link])
         np.add.at(leaving[link], gen, loads.passed_on[link])
         np.add.at(entering[link], gen, loads.received[link])
+    if rails is not None and rails.left.max(initial=0) < leaving[NIC].max(initial=0):
+        leaving[NIC] = rails.left.reshape(-1)
     busiest = np.maximum(leaving, entering).max(axis=1, initial=0)
     return [float(nbytes / speed) for nbytes, speed in zip(busiest, machine.speeds, strict=True)]
 
@@ -104,7 +110,7 @@ def rail_bytes(plan: Plan) -> RailBytes:
     members = {world: np.zeros(len(rails[world]), bool) for world in sides}
     for transfers in plan.transfer_groups:
         paths, pattern = plan.paths(transfers), plan.patterns[transfers.pattern]
-        src, dst = plan.rank_grids[transfers.src], plan.rank_grids[transfers.dst]
+        src, dst = plan.rank_grids[transfers.src], plan.receivers[transfers.dst]
         member = np.arange(transfers.members)
         hops = [plan.first_hop(transfers, member)]
         hops += paths.later_hops(transfers.first_dst_replica, member) if paths.relays else []
@@ -138,7 +144,7 @@ def pair_bytes(plan: Plan) -> Ints:
         pattern = plan.patterns[transfers.pattern]
         hop = plan.first_hop(transfers, np.arange(transfers.members))
         src = plan.rank_grids[transfers.src][pattern.parts["train"][hop.overlap], hop.src]
-        dst = plan.rank_grids[transfers.dst][pattern.parts["gen"][hop.overlap], hop.dst]
+        dst = plan.receivers[transfers.dst][pattern.parts["gen"][hop.overlap], hop.dst]
         np.add.at(given, np.broadcast_arrays(src, dst), hop.runs * pattern.overlap_bytes[hop.overlap])
     return given
 

@@ -24,7 +24,7 @@ def located(plan: Plan, topology: Topology | None) -> Plan:
     """
     if topology == plan.topology:
         return plan
-    blank = replace(plan, topology=topology, transfer_groups=())
+    blank = replace(plan, topology=topology, transfer_groups=(), carriers=())
     require_bounded(blank)
     scales = {pair.scales for pair in plan.pairs}
     kept = {i: transfers for i, transfers in enumerate(plan.transfer_groups) if transfers.group not in scales}

@@ -32,6 +32,7 @@ from mcore_reshard.planner.model.precision import (
 from .balance import Share, Work, first_replicas
 from .bands import band_count
 from .bounds import require_countable
+from .carriers import carriers_for
 from .loads import busiest_link
 from .paths import LINKS, NIC, OWN_GPU
 from .plan import GroupCast, Overlap, Plan, Policy, QuantizedPair, TransferGroup, TransferPattern, UnplannedGroup
@@ -242,6 +243,8 @@ def balance_plan(plan: Plan, transfer_groups: list[TransferGroup], scales: Mappi
     if plan.spans_hosts and "relay" in plan.later_hops:
         finer = _cut(plan, transfer_groups, _LARGEST_OF_SMALL_RELAYS)
         plan = plan if finer is plan else _balanced(finer, transfer_groups, scales, relay=True)
+    if carriers := carriers_for(plan):
+        plan = _balanced(replace(plan, carriers=carriers), transfer_groups, scales, relay=False)
     object.__setattr__(plan, "digest", digest_of(plan))
     return plan
 
@@ -300,7 +303,8 @@ def _balanced(
             if key not in kept:
                 if key[:2] not in works:
                     works[key[:2]] = Work(turns, nbytes * cost_of_link[turns.links[turns.row_of]])
-                kept[key] = Share(works[key[:2]], turns.ranks(plan.rank_grids[grid]), world, members, grid)
+                grids = plan.receivers if shares is landing else plan.rank_grids
+                kept[key] = Share(works[key[:2]], turns.ranks(grids[grid]), world, members, grid)
             shares.append(kept[key])
     firsts = zip(
         transfer_groups,

@@ -6,9 +6,10 @@ schedule takes a fraction of a second.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -70,13 +71,20 @@ class _Places:
     pattern: TransferPattern
     part: int
     replica: int
+    dst_replicas: int  # from which number on they are carriers
     is_own: NDArray[np.bool_]  # [overlaps]: which are of the part
+
+    @property
+    def is_carrier(self) -> bool:
+        """Of a place of a generation rank: whether it does not hold the part."""
+        return self.replica >= self.dst_replicas
 
     @classmethod
     def of(cls, alike: AlikeTransfers, places: Sequence[RankInGroup]) -> _Places:
         """Of some of the transfer groups that are alike."""
         own, one = alike.only([place.index for place in places]), places[0]
-        return cls(own, one.pattern, one.part, one.replica, one.pattern.parts[one.world] == one.part)
+        replicas = alike.paths.sites.dst_gpus.shape[1]
+        return cls(own, one.pattern, one.part, one.replica, replicas, one.pattern.parts[one.world] == one.part)
 
 
 @dataclass(frozen=True)
@@ -89,16 +97,28 @@ class _Legs:
     peers: NDArray[np.int32]  # [groups, members, legs]
     piece: _End
     order: _End  # whose memory order the extents have
+    # [groups, members, legs]: where a carrier holds the overlap, as a tensor of its own
+    carried: NDArray[np.bool_] | bool = False
 
     @cached_property
     def overlaps(self) -> NDArray[np.int64]:
         """Each once, ascending."""
         return np.unique(self.overlap)
 
+    def by_holder(self) -> list[_Legs]:
+        """Those that holders have an end of, and those that carriers have; none that are not chosen."""
+        carried = np.broadcast_to(self.carried, self.chosen.shape)
+        if not carried.any():
+            return [replace(self, carried=False)]
+        ends = (False, self.chosen & ~carried), (True, self.chosen & carried)
+        return [replace(self, chosen=chosen, carried=of_carriers) for of_carriers, chosen in ends if chosen.any()]
+
     @cached_property
     def pieces(self) -> list[Piece]:
         """Of each overlap."""
         pattern = self.places.pattern
+        if self.carried is True:
+            return [pattern.carried_piece(pattern.overlaps[index]) for index in self.overlaps]
         return [pattern.ends(pattern.overlaps[index])[self.piece == "dst"] for index in self.overlaps]
 
     @cached_property
@@ -183,8 +203,13 @@ class RankView(View):
 
     def _among_replicas(self, end: Schedule, hop: int) -> Schedule:
         hops, seats = self.plan.later_hops, end.gen_seats
-        # Replicas keep the same tensors: this is both ends.
+        # Replicas keep the same tensors: this is both ends, unless some carry for others.
         other = OtherEnd(self.rank, self.plan.digest, end.tensors, end.strided_boxes, tuple(end.tables))
+        if self.plan.carriers:
+            there = replace(self)
+            tables = there._tables(RankView._passes_on, hops[hop - 1], end.world == "train", True)
+            tensors, boxes = tuple(there.tensors), tuple(there.strided_boxes)
+            other = OtherEnd(self.rank, self.plan.digest, tensors, boxes, tuple(tables.values()))
         view = OtherEndView(other, of_rank=self)
         return replace(
             end, later_hops=hops, hop=hop, train_ranks=end.gen_ranks, padding=(), relay_seats=seats, view=view
@@ -250,7 +275,7 @@ class RankView(View):
             stages=tuple(StageSchedule(stage, *columns) for stage, columns in both),
             padding=padding,
             misc=plan.misc_names,
-            names={place.index: plan.names[place.index] for place in plan.groups_of(self.world, self.rank)},
+            names={place.index: plan.names[place.index] for place in self._ends()},
             pairs=tuple((plan.groups[pair.weight], plan.groups[pair.scales]) for pair in plan.pairs),
             gen_seats=self.gen_seats,
         )
@@ -279,22 +304,28 @@ class RankView(View):
         """Sends of a training rank to generation ranks, as they lie here or ("dst") in their tensors."""
         hop = places.alike.first_hop(places.is_own)
         peers = self.plan.ranks_of("gen", places.alike, places.pattern.parts["gen"][hop.overlap], hop.dst)
-        return _Legs(places, hop.overlap, hop.src == places.replica, peers, piece, order="src")
+        carried = hop.dst >= places.dst_replicas if piece == "dst" else False
+        return _Legs(places, hop.overlap, hop.src == places.replica, peers, piece, order="src", carried=carried)
 
     def _receives(self, places: _Places, piece: _End = "dst") -> _Legs:
         """Receives of a generation rank from training ranks, as they lie here or ("src") in their tensors."""
         hop = places.alike.first_hop(places.is_own, to=places.replica)
         peers = self.plan.ranks_of("train", places.alike, places.pattern.parts["train"][hop.overlap], hop.src)
-        return _Legs(places, hop.overlap, hop.dst == places.replica, peers, piece, order="src")
+        carried = piece == "dst" and places.is_carrier
+        return _Legs(places, hop.overlap, hop.dst == places.replica, peers, piece, order="src", carried=carried)
 
-    def _passes_on(self, places: _Places, kind: HopKind, sends: bool) -> _Legs | None:
-        """What this generation rank sends to, or receives from, other replicas of its part in a later hop."""
+    def _passes_on(self, places: _Places, kind: HopKind, sends: bool, there: bool = False) -> _Legs | None:
+        """What this generation rank sends to, or receives from, other replicas of its part in a later hop.
+
+        As it lies in its tensors, or `there`: in those of the others.
+        """
         for hop in places.alike.later_hops(places.is_own):
             if hop.kind == kind:
                 own, other = (hop.src, hop.dst) if sends else (hop.dst, hop.src)
                 chosen = hop.runs & (own == places.replica)
                 peers = self.plan.ranks_of("gen", places.alike, places.part, other)
-                return _Legs(places, hop.overlap, chosen, peers, piece="dst", order="dst")
+                carried = (other if there else own) >= places.dst_replicas
+                return _Legs(places, hop.overlap, chosen, peers, piece="dst", order="dst", carried=carried)
         return None
 
     def _whole(self, places: _Places, replica: int | None) -> _Legs | None:
@@ -305,29 +336,57 @@ class RankView(View):
         peers = np.full((len(places.alike.numbers), places.alike.members, len(overlap)), replica, np.int32)
         return _Legs(places, overlap, np.ones(peers.shape, bool), peers, piece="dst", order="dst")
 
+    def _ends(self) -> Iterator[RankInGroup]:
+        """The transfer groups that the rank has an end of, as a holder and then as a carrier."""
+        return chain(
+            self.plan.groups_of(self.world, self.rank), self.plan.carried_by(self.rank) if self.world == "gen" else ()
+        )
+
     def _places(self) -> list[_Places]:
         """Its places in all transfer groups, by the first one."""
         alike_of = {number: alike for alike in self.plan.alike for number in alike.numbers}
         found: dict[tuple[int, int, int], list[RankInGroup]] = {}
-        for place in self.plan.groups_of(self.world, self.rank):
+        for place in self._ends():
             found.setdefault((id(alike_of[place.index]), place.part, place.replica), []).append(place)
         return [_Places.of(alike_of[together[0].index], together) for together in found.values()]
 
     def _columns(self, legs_of: _LegsOf, *args: Any) -> _Columns:
-        """One row for each transfer of the rank, by transfer group, member and leg."""
-        known = [legs for places in self._places() if (legs := legs_of(self, places, *args)) and len(legs.overlap)]
-        of_number = {number: legs for legs in known for number in legs.places.alike.numbers}
-        tensors = {number: self._tensors_of(number, of_number[number]) for number in sorted(of_number)}
-        parts = [dict(_NO_ROWS), *(self._rows(legs, tensors) for legs in known)]
-        order = np.argsort(np.concatenate([part["transfer_group"] for part in parts]), kind="stable")
+        """One row for each transfer of the rank, by transfer group, member and overlap."""
+        found = [legs for places in self._places() if (legs := legs_of(self, places, *args)) and len(legs.overlap)]
+        known = [part for legs in found for part in legs.by_holder()]
+        of_number = sorted((number, part) for part, legs in enumerate(known) for number in legs.places.alike.numbers)
+        tensors = {(number, part): self._tensors_of(number, known[part]) for number, part in of_number}
+        none = {**_NO_ROWS, "overlap": np.zeros(0, np.int64)}
+        parts = [
+            none,
+            *(
+                self._rows(legs, [tensors[number, part] for number in legs.places.alike.numbers])
+                for part, legs in enumerate(known)
+            ),
+        ]
+        columns = [np.concatenate([part[name] for part in parts]) for name in ("overlap", "member", "transfer_group")]
+        order = np.lexsort(columns) if self.plan.carriers else np.argsort(columns[-1], kind="stable")
         # Column by column, as there may be millions of rows.
         return {name: np.concatenate([part.pop(name) for part in parts])[order] for name in _NO_ROWS}
 
     def _tensors_of(self, number: int, legs: _Legs) -> list[NDArray[np.int64]]:
         """[tensors of the legs, members]: the tensors of the members of a transfer group."""
+        if legs.carried is True:
+            return []
         return [self._tensor_ids(number, tensor, legs.piece == "src") for tensor in legs.tensors]
 
-    def _rows(self, legs: _Legs, tensors: Mapping[int, Sequence[NDArray[np.int64]]]) -> _Columns:
+    def _carried_ids(
+        self, legs: _Legs, group: NDArray[np.int64], member: NDArray[np.int64], overlap: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """The tensor in which a carrier holds each overlap [rows] of a member of one of the legs' transfer groups."""
+        numbers, pattern = np.array(legs.places.alike.numbers)[group], legs.places.pattern
+        ids: list[int] = []
+        for place in zip(numbers.tolist(), member.tolist(), overlap.tolist(), strict=True):
+            tensor = pattern.carried_piece(pattern.overlaps[place[-1]], self.plan.carried_name(*place)).tensor
+            ids.append(self.tensors.setdefault(tensor, len(self.tensors)))
+        return np.array(ids, np.int64)
+
+    def _rows(self, legs: _Legs, tensors: Sequence[Sequence[NDArray[np.int64]]]) -> _Columns:
         """One row for each chosen leg: the peer, and where it lies; `tensors` are those of each transfer group."""
         alike, pattern, source = legs.places.alike, legs.places.pattern, legs.piece == "src"
         of_group = [(each.src_slot if source else each.dst_slot, each.expert_count) for each in alike.transfer_groups]
@@ -345,15 +404,20 @@ class RankView(View):
         wave = np.zeros(len(leg), np.int64)
         if self.plan.waves > 1:
             wave = alike.waves(self.plan.waves)[group, member, legs.overlap[leg]]
+        if legs.carried is True:
+            tensor_ids = self._carried_ids(legs, group, member, legs.overlap[leg])
+        else:
+            tensor_ids = np.array(tensors)[group, tensor[column], member]
         return {
             "peer": legs.peers[legs.chosen].astype(np.int64),
-            "tensor": np.array([tensors[number] for number in alike.numbers])[group, tensor[column], member],
+            "tensor": tensor_ids,
             "strided_box": box[column],
             "offset": offset[column] + (first_slot + member % experts) * slot_stride[column],
             "nbytes": pattern.overlap_bytes[legs.overlap[leg]],
             "transfer_group": np.array(alike.numbers, np.int64)[group],
             "member": member,
             "wave": wave,
+            "overlap": legs.overlap[leg],
         }
 
     def _casts(self) -> tuple[Cast, ...]:

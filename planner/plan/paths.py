@@ -15,7 +15,7 @@ one replica of that host gets it and passes it on. Which one of several ranks se
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -44,6 +44,9 @@ class Sites:
     dst_domains: Ints
     # [source parts, destination parts, replicas]: which are on a rail of some source; None: no matter, or all.
     on_rail: NDArray[np.bool_] | None = None
+    # By (destination part, replica): who receives by NIC in turn for it. Numbers from that of replicas on are carriers.
+    turns: Mapping[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+    carriers: int = 0
     rows: Rows = field(default_factory=Rows, repr=False)  # of all legs that were asked for; sites may share them
     # The replicas of each domain, by destination part, with the row that they are over NICs; sites with one `dst_domains`
     # may share them.
@@ -57,7 +60,7 @@ class Sites:
     @cached_property
     def key(self) -> Hashable:
         """Equal for sites that differ in nothing but numbers: the same ranks are near each other, in the same order."""
-        return self.src_gpus.shape, self.dst_gpus.shape, self._nearness
+        return self.src_gpus.shape, self.dst_gpus.shape, self._nearness, tuple(self.turns.items())
 
     @property
     def _nearness(self) -> bytes:
@@ -118,10 +121,17 @@ class Sites:
     def _in_domains_of(self, dst_part: int) -> InDomains:
         if dst_part not in self.in_domains:
             self.in_domains[dst_part] = {
-                domain: (replicas, self.rows.number_of(dst_part, tuple(replicas), NIC))
+                domain: (replicas, self._row_by_nic(dst_part, replicas))
                 for domain, replicas in _by_number(self.dst_domains[dst_part]).items()
             }
         return self.in_domains[dst_part]
+
+    def _row_by_nic(self, dst_part: int, replicas: list[int]) -> int:
+        """The row of a domain's replicas that get bytes by NIC, with their carriers."""
+        turns = [self.turns.get((dst_part, replica), (replica,)) for replica in replicas]
+        count = max(map(len, turns))
+        taken = tuple(each[turn % len(each)] for turn in range(count) for each in turns)
+        return self.rows.number_of(dst_part, taken, NIC, tuple(replicas) if count > 1 else ())
 
     def _sources_of(self, src_part: int) -> tuple[dict[int, int], dict[int, int], int]:
         """Which rows of `rows` send, of a part's replicas: those of each GPU, of each domain, and all of them."""
@@ -221,7 +231,7 @@ class Paths:
     @cached_property
     def passes_on(self) -> bool:
         """Whether replicas pass anything on."""
-        return bool((self.landings.sizes > 1).any()) or any(row.passed_to for row in self.landings.rows)
+        return any(row.passes_to for row in self.landings.rows)
 
     @cached_property
     def passed_on(self) -> Ints:
@@ -276,6 +286,9 @@ class Paths:
         assert self.sites.on_rail is not None
         _, links, sizes, *_ = self.sites.rows.columns()
         turns = np.flatnonzero((links[rows[:, 1]] == NIC) & (sizes[rows[:, 1]] > 1))
+        if self.sites.turns:
+            known = self.sites.rows
+            turns = turns[[not known[number].passed_to for number in rows[turns, 1].tolist()]]
         src_part, _, nbytes = parts[turns].T
         rows[turns, 1] = rows_on_rails(self.sites.rows, rows[turns, 1], src_part, nbytes, self.sites.on_rail)
 
@@ -300,10 +313,10 @@ class Paths:
     def _mates(self) -> tuple[Ints, Ints, Ints]:
         """What is passed on within domains, as (leg of the first hop, cell or -1, replica that it is passed on to)."""
         leg_of, cells = self._cells
-        of_cells = [row.replicas for row in cells.rows]
-        of_rows = [() if self.relay and row.link == NIC else row.reached for row in self.landings.rows]
+        of_cells = [row.passes_to for row in cells.rows]
+        of_rows = [() if self.relay and row.link == NIC else row.passes_to for row in self.landings.rows]
         (cell, from_cell), (leg, from_leg) = (
-            _each_of([mates if self.share and len(mates) > 1 else () for mates in of_each], row)
+            _each_of([mates if self.share else () for mates in of_each], row)
             for of_each, row in ((of_cells, cells.row), (of_rows, self.landings.row))
         )
         return np.append(leg_of[cell], leg), np.append(cell, np.full(len(leg), -1)), np.append(from_cell, from_leg)
@@ -404,7 +417,8 @@ class Paths:
         period = self.period
 
         def count() -> Ints:
-            passed = np.zeros((2, len(LINKS), *self.sites.dst_gpus.shape), np.int64)
+            parts, replicas = self.sites.dst_gpus.shape
+            passed = np.zeros((2, len(LINKS), parts, replicas + self.sites.carriers), np.int64)
             member = np.arange(min(period, members))
             repeats = members // len(member) + (member < members % len(member))
             for hop in self.later_hops(first_dst, member):

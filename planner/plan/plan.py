@@ -29,12 +29,13 @@ from mcore_reshard.planner.model.name_patterns import fill
 from mcore_reshard.planner.model.parameters import ITEMSIZE, ParameterGroup
 from mcore_reshard.planner.topology.topology import Topology
 
-from .balance import WAVE_LAGS, Rows, waves_for
+from .balance import MOST_WAVES, WAVE_LAGS, Rows, waves_for
 from .bands import in_bands
+from .carriers import Carried
 from .loads import Loads, from_trainer_of, loads_of
 from .paths import NIC, Hop, HopKind, InDomains, Paths, Sites
 from .rails import Rails
-from .schedule import MemberNames, World
+from .schedule import CARRIED, MemberNames, World
 
 if TYPE_CHECKING:
     from mcore_reshard.planner.proof.prove import Proof
@@ -77,6 +78,12 @@ class TransferPattern:
 
     def ends(self, overlap: Overlap) -> tuple[Piece, Piece]:
         return self.src.pieces[overlap.src][overlap.src_piece], self.dst.pieces[overlap.dst][overlap.dst_piece]
+
+    def carried_piece(self, overlap: Overlap, name: str = CARRIED) -> Piece:
+        """How a carrier holds an overlap: as a tensor of its own."""
+        region, dims = overlap.region, len(overlap.region.start)
+        tensor = LocalTensor(name, region.extents, self.ends(overlap)[1].tensor.dtype)
+        return Piece(region, tensor, (0,) * dims, tuple(range(dims)))
 
     @cached_property
     def parts(self) -> dict[World, NDArray[np.int64]]:
@@ -282,6 +289,7 @@ class Plan:
     pairs: tuple[QuantizedPair, ...] = ()
     casts: tuple[GroupCast, ...] = ()
     frozen: tuple[FrozenLayers, ...] = ()  # of frozen.py
+    carriers: tuple[Carried, ...] = ()  # of carriers.py
     digest: str = field(default="", compare=False)
     replica_plans: dict[int, Plan] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -338,6 +346,23 @@ class Plan:
             for place in places[grid]:
                 yield RankInGroup(index, transfers, self.patterns[transfers.pattern], world, *place)
 
+    def carried_by(self, rank: int) -> Iterator[RankInGroup]:
+        """The transfer groups in which a generation rank carries for holders of a part, in order."""
+        if rank not in self.carrier_ranks:
+            return
+        number, parts = int(np.searchsorted(self.carrier_ranks, rank)), dict[int, list[int]]()  # by rank grid
+        for index, transfers in enumerate(self.transfer_groups):
+            replica = self.dst_replicas(transfers) + number
+            if transfers.dst not in parts:
+                turns = self._turns_for(transfers.dst)
+                parts[transfers.dst] = sorted({part for (part, _), taken in turns.items() if replica in taken})
+            for part in parts[transfers.dst]:
+                yield RankInGroup(index, transfers, self.patterns[transfers.pattern], "gen", part, replica)
+
+    def carried_name(self, index: int, member: int, overlap: int) -> str:
+        """The name of the tensor in which a carrier holds one overlap of a member of a transfer group."""
+        return f"{CARRIED}{self.parameter_name(index, member)}:{self.transfer_groups[index].dst}:{overlap}"
+
     def dst_replicas(self, transfers: TransferGroup) -> int:
         return self.rank_grids[transfers.dst].shape[1]
 
@@ -380,10 +405,29 @@ class Plan:
         self, world: World, alike: AlikeTransfers, part: NDArray[np.int64] | int, replica: NDArray[np.int64]
     ) -> NDArray[np.int32]:
         """The ranks of these replicas [groups, members, legs] of parts [legs], or of one part, of alike transfer groups."""
-        ends = [each.src if world == "train" else each.dst for each in alike.transfer_groups]
-        grids = np.stack([self.rank_grids[end] for end in ends])
-        ranks: NDArray[np.int32] = grids[np.arange(len(ends))[:, None, None], part, replica]
+        grids = np.stack(
+            [
+                self.rank_grids[each.src] if world == "train" else self.receivers[each.dst]
+                for each in alike.transfer_groups
+            ]
+        )
+        ranks: NDArray[np.int32] = grids[np.arange(len(grids))[:, None, None], part, replica]
         return ranks
+
+    @cached_property
+    def carrier_ranks(self) -> NDArray[np.int32]:
+        """The ranks that receive for others, ascending. Of a destination of R replicas they are the replicas from R on."""
+        return np.unique([turn for each in self.carriers for turn in each.turns if turn != each.rank]).astype(np.int32)
+
+    @cached_property
+    def receivers(self) -> tuple[NDArray[np.int32], ...]:
+        """The rank grids [parts, replicas and carriers] of destinations: who may receive the part from the trainer."""
+        return tuple(
+            np.hstack([grid, np.broadcast_to(self.carrier_ranks, (len(grid), len(self.carrier_ranks)))])
+            if self.carriers
+            else grid
+            for grid in self.rank_grids
+        )
 
     @cached_property
     def layer_sets(self) -> tuple[int, ...]:
@@ -405,6 +449,8 @@ class Plan:
             return 1
         if not self.spans_hosts:
             return _WAVES
+        if self.carriers:  # who hold what they carry in memory of its own, wave by wave
+            return MOST_WAVES
         passed_on = received = landings = far = turns = 0
         for alike in self.alike:
             paths, members = alike.paths, alike.members * len(alike.transfer_groups)
@@ -491,9 +537,42 @@ class Plan:
                 domains = src_domains[src], dst_domains[dst]
                 on_rail = self._on_rail(src, dst)
                 in_domains = self._in_domains.setdefault(ends[1], {})
-                sites = Sites(src_gpus[src], domains[0], dst_gpus[dst], domains[1], on_rail, self._rows, in_domains)
+                turns = self._turns_for(ends[1])
+                sites = Sites(
+                    src_gpus[src],
+                    domains[0],
+                    dst_gpus[dst],
+                    domains[1],
+                    on_rail,
+                    turns,
+                    len(self.carrier_ranks),
+                    self._rows,
+                    in_domains,
+                )
             self._sites[ends] = self._distinct_sites.setdefault(sites.key, sites)
         return self._sites[ends]
+
+    @cached_property
+    def _turns(self) -> dict[int, dict[tuple[int, int], tuple[int, ...]]]:
+        return {}
+
+    def _turns_for(self, grid: int) -> dict[tuple[int, int], tuple[int, ...]]:
+        """`Sites.turns` of a rank grid of engine ranks. A rank whose carriers hold the part themselves needs none."""
+        if grid not in self._turns:
+            self._turns[grid] = self._new_turns_for(grid) if self.carriers else {}
+        return self._turns[grid]
+
+    def _new_turns_for(self, grid: int) -> dict[tuple[int, int], tuple[int, ...]]:
+        found: dict[tuple[int, int], tuple[int, ...]] = {}
+        ranks, number = self.rank_grids[grid], {rank: at for at, rank in enumerate(self.carrier_ranks.tolist())}
+        carried = {each.rank: each.turns for each in self.carriers}
+        for part, holders in enumerate(ranks.tolist()):
+            for replica, rank in enumerate(holders):
+                if (turns := carried.get(rank)) and holders.count(rank) + sum(map({*turns}.__contains__, holders)) == 2:
+                    found[part, replica] = tuple(
+                        replica if turn == rank else len(holders) + number[turn] for turn in turns
+                    )
+        return found
 
     def first_hop(
         self,
@@ -511,7 +590,7 @@ class Plan:
         if not self.spans_hosts:
             return None
         src, dst = self._rails
-        return Rails(src[self.rank_grids[transfers.src]], dst[self.rank_grids[transfers.dst]], transfers.members)
+        return Rails(src[self.rank_grids[transfers.src]], dst[self.receivers[transfers.dst]], transfers.members)
 
     def _on_rail(self, src: NDArray[np.int32], dst: NDArray[np.int32]) -> NDArray[np.bool_] | None:
         """`Sites.on_rail` of two rank grids. It is no matter where a domain has one replica of each part."""

@@ -22,6 +22,7 @@ from mcore_reshard.planner.model.parameters import ParameterGroup, Role
 from mcore_reshard.planner.topology.topology import Machine, Place, Topology
 
 from .bounds import require_bounded
+from .carriers import Carried
 from .plan import (
     FrozenLayers,
     GroupCast,
@@ -109,15 +110,19 @@ def parse_plan(text: str, source: str = "plan") -> Plan:
 def _body_of(plan: Plan) -> dict[str, Any]:
     numbers: dict[LocalTensor, int] = {}
     values = {**vars(plan), "topology": () if plan.topology is None else (plan.topology,)}
-    body: dict[str, Any] = {name: encode(values[name], form, numbers) for name, form in _PLAN.items()}
+    body: dict[str, Any] = {
+        name: encode(values[name], form, numbers)
+        for name, form in _PLAN.items()
+        if name not in _OPTIONAL or values[name]
+    }
     return {**body, "tensors": encode([*numbers], TENSORS, numbers)}
 
 
 def _plan_of(body: Any) -> Plan:
-    if not isinstance(body, dict) or body.keys() != {*_PLAN, "tensors"}:
+    if not isinstance(body, dict) or {*body} | _OPTIONAL != {*_PLAN, "tensors"}:
         raise TypeError(f"plan does not have the fields {', '.join((*_PLAN, 'tensors'))}")
     tensors = decode(body["tensors"], TENSORS, "tensors", ())
-    fields = {name: decode(body[name], form, name, tensors) for name, form in _PLAN.items()}
+    fields = {name: decode(body[name], form, name, tensors) for name, form in _PLAN.items() if name in body}
     if fields["policy"] not in get_args(Policy):
         raise ValueError(f"unknown policy {shown(fields['policy'])}")
     plan = Plan(**{**fields, "topology": next(iter(fields["topology"]), None)})
@@ -187,4 +192,6 @@ _PLAN = {
     "pairs": [RecordForm(QuantizedPair, {"weight": int, "scales": int, "block": (int, int), "touched": bool})],
     "casts": [RecordForm(GroupCast, {"group": int, "src": str, "dst": str})],
     "frozen": [RecordForm(FrozenLayers, {"group": int, "layers": SIZES})],
+    "carriers": [RecordForm(Carried, {"rank": int, "turns": SIZES})],
 }
+_OPTIONAL = {"carriers"}  # left out where there are none

@@ -143,6 +143,7 @@ class _Replicas:
             rank_grids=tuple(self._rank_grids),
             transfer_groups=(),
             topology=None,
+            carriers=(),
         )
         return balance_plan(blank, unbalanced, scale_patterns)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from .held import Held
 
 World = Literal["train", "gen"]
+CARRIED = "carried:"  # begins the names of tensors that no model has, in which ranks hold what they carry for others
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ class MemberNames:
         return fill(self.pattern, layer=self.layers[position], expert=self.first_expert + expert)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Schedule:
     """One rank's part in a plan, as plain data; `view` computes facts that only some executors need."""
 
@@ -129,6 +131,11 @@ class Schedule:
     def with_peers(self, peers: Collection[int]) -> Schedule:
         """The schedule with only the transfers to and from `peers`, ranks in the other world. Both ends must agree on pairs."""
         return self.with_rows([np.isin(table.peer, sorted(peers)) for table in self.tables])
+
+    @cached_property
+    def carried(self) -> frozenset[int]:
+        """Indices of the tensors in which the rank holds what it carries for others, each in its wave."""
+        return frozenset(index for index, local in enumerate(self.tensors) if local.name.startswith(CARRIED))
 
     @property
     def relayed(self) -> bool:

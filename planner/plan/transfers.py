@@ -224,11 +224,12 @@ def _of_overlaps(
     overlaps = [number for number in numbers if point is None or pattern.overlaps[number].region.holds(point)]
     if not overlaps:
         return
-    src_ranks, dst_ranks = plan.rank_grids[transfers.src], plan.rank_grids[transfers.dst]
+    src_ranks, dst_ranks = plan.rank_grids[transfers.src], plan.receivers[transfers.dst]
+    replicas = plan.dst_replicas(transfers)
     served_by, passed_on_by = _sources_of(plan, transfers, np.array(members), overlaps)  # [members, overlaps, replicas]
     src_part, dst_part = (pattern.parts[world][overlaps][:, None] for world in ("train", "gen"))  # type: ignore[index]
     src = src_ranks[src_part, served_by]
-    dst = np.broadcast_to(dst_ranks[dst_part, np.arange(dst_ranks.shape[1])], src.shape)
+    dst = np.broadcast_to(dst_ranks[dst_part, np.arange(replicas)], src.shape)
     landing = np.where(passed_on_by < 0, -1, dst_ranks[dst_part, passed_on_by])
     chosen = np.ones(src.shape, bool) if seat is None else (src if seat[0] == "train" else dst) == seat[1]
     element, names = None if point is None else _element(group, point), plan.names_of(transfers)
@@ -256,7 +257,8 @@ def _sources_of(
     """For each member, overlap and destination replica: the source replica, and the replica that passes it on, or -1."""
     paths, pattern = plan.paths(transfers), plan.patterns[transfers.pattern]
     only = np.isin(np.arange(len(pattern.overlaps)), overlaps)
-    served_by = np.zeros((len(member), len(overlaps), plan.dst_replicas(transfers)), np.int64)
+    receivers = plan.receivers[transfers.dst].shape[1]
+    served_by = np.zeros((len(member), len(overlaps), receivers), np.int64)
     passed_on_by = np.full_like(served_by, -1)
     column = np.zeros(len(pattern.overlaps), np.int64)
     column[overlaps] = np.arange(len(overlaps))
@@ -267,7 +269,8 @@ def _sources_of(
         src, dst, at = hop.src[row, leg], hop.dst[row, leg], column[hop.overlap[leg]]
         served_by[row, at, dst] = served_by[row, at, src]
         passed_on_by[row, at, dst] = src
-    return served_by, passed_on_by
+    replicas = plan.dst_replicas(transfers)
+    return served_by[..., :replicas], passed_on_by[..., :replicas]
 
 
 def _place(world: World, rank: int, piece: Piece, transfers: TransferGroup, member: int, point: Index) -> Place:

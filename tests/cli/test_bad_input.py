@@ -182,6 +182,17 @@ def test_an_unsound_plan_exits_with_3_and_names_the_parameter(run: Run, plan_of:
         assert (outcome.code, outcome.out) == (3, "") and "model.embed_tokens.weight" in outcome.err
 
 
+@pytest.mark.parametrize("machine", [[], ["--topology", "h200-8,gpus=2"]], ids=["anywhere", "on hosts"])
+def test_a_plan_with_ranks_that_are_not_there_is_unsound(
+    run: Run, plan_of: Any, tmp_path: Path, machine: list[str]
+) -> None:
+    plan = load_plan(plan_of([*MOE, *machine]))
+    grids = [grid.copy() for grid in plan.rank_grids]
+    grids[plan.transfer_groups[0].dst][0, 0] = 77
+    outcome = run("show", _sealed(replace(plan, rank_grids=tuple(grids)), tmp_path / "far.json"))
+    assert (outcome.code, outcome.out) == (3, "") and "the plan is not sound" in outcome.err and "77" in outcome.err
+
+
 def test_a_plan_that_fails_its_proof_is_not_written(
     run: Run, plan_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

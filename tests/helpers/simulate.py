@@ -104,11 +104,16 @@ def execute(plan: Plan, sources: Tensors, wanted: Tensors) -> tuple[Tensors, lis
     train = [schedule_of(plan, "train", rank) for rank in range(plan.train.world)]
     gen = [schedule_of(plan, "gen", rank) for rank in range(plan.gen.world)]
     arrived = {key: np.full(tensor.size, UNTOUCHED) for key, tensor in wanted.items()}
+    arrived |= {
+        (schedule.rank, schedule.tensors[index]): np.full(prod(schedule.tensors[index].shape), UNTOUCHED)
+        for schedule in gen
+        for index in schedule.carried
+    }
     faults = list(_exchange(train, gen, sources, arrived))
     relays = [relays_of(plan, rank) for rank in range(plan.gen.world)]
     for hop in zip(*relays, strict=True):  # only now: a replica passes on what has arrived
         faults += _exchange([r.sends for r in hop], [r.receives for r in hop], arrived, arrived)
-    return {key: flat.reshape(wanted[key].shape) for key, flat in arrived.items()}, faults
+    return {key: arrived[key].reshape(tensor.shape) for key, tensor in wanted.items()}, faults
 
 
 def _exchange(senders: list[Schedule], receivers: list[Schedule], sources: Tensors, arrived: Tensors) -> Iterator[str]:

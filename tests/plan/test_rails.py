@@ -9,7 +9,7 @@ import pytest
 from helpers.plans import Case
 
 from mcore_reshard.planner.plan.balance import Row, Rows, Turns
-from mcore_reshard.planner.plan.loads import rail_bytes
+from mcore_reshard.planner.plan.loads import busy_seconds, rail_bytes
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.planner.plan.paths import NIC
 from mcore_reshard.planner.plan.plan import Plan
@@ -125,6 +125,14 @@ def test_only_legs_of_as_many_bytes_and_of_one_row_exchange() -> None:
     assert order([0, 1], [1, 0], [8, 8]) == [1, 0]
     assert order([0, 1], [1, 0], [8, 4]) == [0, 1]
     assert order([0, 1], [1, 0], [8, 8], row=[0, 1]) == [0, 1]
+
+
+def test_the_least_time_of_nics_is_that_of_the_better_way_to_leave() -> None:
+    """Half of the trainer's GPUs have what other hosts want. By rails, the NICs of all send it."""
+    shared = Case("qwen3-30b-a3b", "tp=4,pp=2,dp=4,ep=2", "tp=2,dp=16,ep=32", machine="h200-8,shared").plan()
+    assert shared.topology is not None
+    least = max(busy_seconds(shared, rail_bytes(shared)))
+    assert least < simulate(shared, shared.topology).seconds < 0.7 * max(busy_seconds(shared))
 
 
 def test_those_that_find_no_rail_keep_their_order() -> None:

@@ -116,6 +116,24 @@ def test_a_replica_that_leaves_takes_its_host_along() -> None:
     assert all(wrong == {} for each in told for *_, wrong in each)
 
 
+def carried(number: int, address: str, case: Case, hosts: str) -> list[tuple[list[int], Any]]:
+    """Of each refit, the ranks that carry for others, and how many elements are wrong."""
+    places.host = lambda: hosts[number]  # of this process alone
+    options = Options(transport="gloo", timeout_s=60.0, bucket_bytes=8192)
+    return [
+        (plan_of(endpoint).carrier_ranks.tolist(), wrong)
+        for endpoint, _, wrong in planned_refits.refits_of_plan(number, address, case, options)
+    ]
+
+
+def test_ranks_that_say_where_they_are_carry_for_each_other() -> None:
+    """Replicas of two ranks on hosts of three: host d has part 0 twice, host e part 1."""
+    told = values(
+        run_ranks(14, carried, Case("tiny-llama", "tp=2,dp=4", "tp=2,dp=3"), "aaaabbbbdddeee", timeout_s=120.0)
+    )
+    assert told == [[([0, 2, 3, 5], {})] * 2] * 14
+
+
 def test_places_become_a_topology() -> None:
     topology = topology_of(["a/0", "a/1", "b/7", "b/7", "b/3"], 2)
     assert topology is not None

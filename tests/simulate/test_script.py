@@ -214,6 +214,15 @@ def test_the_scripts_of_a_plan_that_knows_its_hosts_are_those_of_the_executors(c
     assert runs_of_script(plan, script(plan, "gloo")) == gloo_runs(plan)
 
 
+def test_the_scripts_of_a_plan_with_carriers_are_those_of_the_executors() -> None:
+    plan = on_hosts(Case("tiny-qwen3", "tp=2,dp=4", "tp=2,dp=3"), 3)
+    assert plan.carriers
+    assert joined_runs_of_script(plan, script(plan, "nccl")) == nccl_joined(plan, 1, transport="nccl")
+    assert runs_of_script(plan, script(plan, "gloo")) == gloo_runs(plan)
+    for transport in ("nccl", "gloo", "auto"):
+        run(script(plan, transport))
+
+
 @pytest.mark.parametrize("train", ["tp=2,pp=2", "tp=4"])
 @pytest.mark.parametrize("are_many", [False, True])
 def test_the_script_of_auto_between_hosts_has_the_waves_of_the_nccl_executor(

@@ -41,8 +41,9 @@ def outcomes(tmp_path_factory):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     ran = subprocess.run(command, capture_output=True, text=True, timeout=1800, env=environment)
     assert out.exists(), ran.stderr[-2000:]
-    cases = json.loads(out.read_text())["cases"]
-    return {(case["transport"], case["family"], case["mesh"]): case for case in cases}
+    report = json.loads(out.read_text())
+    told = ({**case, "source": report["source"]} for case in report["cases"])
+    return {(case["transport"], case["family"], case["mesh"]): case for case in told}
 
 
 @pytest.mark.parametrize(("transport", "family", "mesh"), CASES)

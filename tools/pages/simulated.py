@@ -77,6 +77,17 @@ def gpus_section() -> str:
     return "\n".join(lines)
 
 
+def carriers_section() -> str:
+    """Refits in which ranks carry for others, and the same without, in units of the bound."""
+    data = json.loads((RESULTS / "host-bounds.json").read_text())
+    lines = ["| simulated, of the least time | without | with | carriers | for |", "|---|---|---|---|---|"]
+    for row in data["carriers"]:
+        ratios = (f"{row[name]['auto']:.2f}" for name in ("without", "with"))
+        ranks = row["with"]["carriers"], row["with"]["carried_ranks"]
+        lines.append(f"| {row['name']} | {' | '.join(ratios)} | {ranks[0]} ranks | {ranks[1]} |")
+    return "\n".join(lines)
+
+
 def host_bounds_section() -> str:
     """A row for each refit between hosts: the plan's links and the simulated rounds, in units of the bound; and rails."""
     data = json.loads((RESULTS / "host-bounds.json").read_text())

@@ -534,7 +534,7 @@ def gpu_validation_section() -> str:
             not_run += fitting
             counts.append(f"`{transport}` {done} of {fitting}")
         sentences = [
-            f"- On {data['hardware']} ({'; '.join(sorted({case['source'] for case in compared}))}; torch"
+            f"- On {data['hardware']} ({data['source']}; torch"
             f" {data['versions']['torch']}, NCCL {data['versions']['nccl']}, {data['date']},"
             f" [data]({LINKS}/{file.name})).{noted(data)} Cases compared of those that fit: {', '.join(counts)}."
             f" They are {sum(case.get('tensors', 0) for case in compared):,} tensors,"
@@ -717,5 +717,6 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "shaped": simulated.shaped_section,
     "predicted-gpus": simulated.gpus_section,
     "host-bounds": simulated.host_bounds_section,
+    "carriers": simulated.carriers_section,
     "compared": compared.compared_section,
 }
