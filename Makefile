@@ -18,7 +18,7 @@ BRIDGE := megatron-bridge==0.3.1
 DEMO := tiny-qwen3-moe --train tp=2,pp=2,ep=2 --gen tp=2
 
 # `make test` runs these folders beside all others: mostly ranks that wait for each other.
-HALF := session transports integrations
+HALF := session integrations
 # `make test-fast` runs these folders beside all others.
 FAST_HALF := copies transports proof attack
 # `make test-newest` runs these.

@@ -12,7 +12,7 @@ from math import prod
 import torch
 
 from mcore_reshard.kernels.errors import BindError, StaleTensorError, TornWeightsError
-from mcore_reshard.planner.plan.schedule import Schedule, StageSchedule
+from mcore_reshard.planner.plan.schedule import CARRIED, Schedule, StageSchedule
 
 from .carried import carried_places
 from .casts import Casts, bound_casts, cast_problems
@@ -222,12 +222,20 @@ def _bind_unchecked(schedule: Schedule, tensors: Mapping[str, torch.Tensor]) -> 
 
 
 def _allocate_carried(schedule: Schedule, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors in which the rank carries for others, beside its own. {} where `tensors` has them, or there are none."""
+    """The tensors in which the rank carries for others, beside its own. {} where `tensors` has them, or there are none.
+
+    Those of another program of the rank may lie in the same memory: programs take turns.
+    """
     if all(schedule.tensors[index].name in tensors for index in schedule.carried):
         return {}
     begins, nbytes = carried_places(schedule)
-    device = next(iter(tensors.values())).device
-    memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    known = next((tensor for name, tensor in tensors.items() if name.startswith(CARRIED)), None)
+    if known is not None and known.untyped_storage().nbytes() >= nbytes:
+        memory = torch.empty(0, dtype=torch.uint8, device=known.device).set_(known.untyped_storage())  # type: ignore[call-overload]
+    else:
+        own = (local.name for index, local in enumerate(schedule.tensors) if index not in schedule.carried)
+        device = next((tensors[name].device for name in own if name in tensors), torch.device("cpu"))
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
     found: dict[str, torch.Tensor] = {}
     for index, begin in begins.items():
         local = schedule.tensors[index]

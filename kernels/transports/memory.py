@@ -18,7 +18,7 @@ ranks takes seconds in place of a minute.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.buckets import Bucket, cut_buckets
-from mcore_reshard.kernels.copies.carried import carried_places
+from mcore_reshard.kernels.copies.carried import PLACES
 from mcore_reshard.kernels.copies.casts import bound_casts, itemsizes
 from mcore_reshard.kernels.copies.copy_table import Ints, joined
 from mcore_reshard.kernels.copies.peer_table import peer_table
@@ -157,21 +157,16 @@ def session_memory(
         else:
             by_transport["auto"] = _auto(near, ranks, alike, options, topology, shared, joined, plan.waves)
     staging = {rank: _tensor_bytes(each.schedule) for rank, each in ranks["gen"].items()}
-    carried = {
-        world: {rank: carried_places(each.schedule)[1] for rank, each in ranks[world].items()} for world in worlds
-    }
+    carried = min(PLACES, plan.waves) * plan.carried.max(axis=0)
 
-    def counted(transport: str, world: World, rank: int) -> RankMemory:
-        of_rank = by_transport[transport][world][rank]
-        return replace(of_rank, scratch=of_rank.scratch + carried[world][rank])
+    def counted(transport: str, world: World) -> Iterator[RankMemory]:
+        for rank, like in enumerate(alike[world].tolist()):
+            of_rank = by_transport[transport][world][like]
+            carries = int(carried[rank]) if world == "gen" else 0
+            yield replace(of_rank, scratch=of_rank.scratch + carries) if carries else of_rank
 
     return SessionMemory(
-        {
-            transport: {
-                world: tuple(counted(transport, world, rank) for rank in alike[world].tolist()) for world in worlds
-            }
-            for transport in by_transport
-        },
+        {transport: {world: tuple(counted(transport, world)) for world in worlds} for transport in by_transport},
         tuple(staging[rank] for rank in alike["gen"].tolist()),
     )
 

@@ -139,6 +139,9 @@ def _of_parameter(plan: Plan, question: Question) -> Answer:
     if tensor is not None and tensor.shape != group.shape:
         sizes, gen_name = f"{list(tensor.shape)} of {list(group.shape)}", f"'gen:{name}[...]'"
         notes.append(f"{name} is also a tensor of gen:{rank}, {sizes}; for an element of that one write {gen_name}")
+    carriers = {transfer.relayed_by for transfer in transfers if transfer.relayed_by is not None} - receivers
+    if carriers:
+        notes.append(f"gen {ranges(carriers)} receive it for others, and hold it no longer than it takes to pass on")
     concerned = [*filter(question.concerns, transfers)]
     return Answer("parameter", concerned, holders_of(plan, name, index), notes, receivers)
 

@@ -255,7 +255,7 @@ def _notes(each: _Simulated) -> Iterator[str]:
     if entering_s > _FAR_FROM_LEAST * each.least_s:
         yield (
             f"what enters by the busiest NIC takes {entering_s / each.least_s:.2f} times the least, which takes every NIC of an"
-            " engine's host: bytes enter by the NICs of engine ranks alone"
+            " engine's host: bytes enter by the NICs of engine ranks alone, and none carries more than 5 GiB for others"
         )
     if each.simulation.merged > 1:
         yield f"every {each.simulation.merged} messages between two ranks were simulated as one"

@@ -204,7 +204,8 @@ def _head(plan: Plan, summary: dict[str, Any]) -> Iterator[tuple[str, Cell]]:
         yield "topology", f"{machine.name}  {hosts}; {_HOPS[plan.later_hops]}"
         yield from rails_fact(summary["topology"]["rails"])
     if plan.carriers:
-        carriers, carried = ranges(plan.carrier_ranks.tolist()), ranges(each.rank for each in plan.carriers)
+        carriers = ranges(np.flatnonzero(plan.carried.any(axis=0)).tolist())
+        carried = ranges(each.rank for each in plan.carriers)
         yield "carriers", f"gen {carriers} receive by their NICs for gen {carried}, and pass it on"
     if len(wire_bytes) > 1:
         yield "dtypes", "bytes moved: " + ", ".join(f"{dtype} {size(moved)}" for dtype, moved in wire_bytes.items())

@@ -19,7 +19,7 @@ from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.copies.tensors import byte_view
 from mcore_reshard.kernels.errors import BindError
 from mcore_reshard.kernels.host import available_memory
-from mcore_reshard.planner.plan.schedule import Schedule
+from mcore_reshard.planner.plan.schedule import CARRIED, Schedule
 
 STAGED = "staged"  # the value of Options.commit, and the phase in which members say that they have everything
 _GB = 1e9
@@ -44,8 +44,9 @@ class StagedTensors:
 
         Raises `BindError` that says how much memory is missing.
         """
-        fitting = {name: buffer for name, buffer in self._buffers.items() if _fits(buffer, live.by_name.get(name))}
-        self._buffers, self._live = fitting, live.by_name
+        self._live = {name: tensor for name, tensor in live.by_name.items() if not name.startswith(CARRIED)}
+        fitting = {name: buffer for name, buffer in self._buffers.items() if _fits(buffer, self._live.get(name))}
+        self._buffers = fitting
         programs = (live.schedule, live.schedule.later)
         self._fills = [(schedule, _bytes_by_tensor(schedule)) for schedule in programs if schedule is not None]
         new = {name: tensor for name, tensor in self._live.items() if name not in fitting}
@@ -59,7 +60,9 @@ class StagedTensors:
         except torch.OutOfMemoryError as error:
             self.free()
             raise BindError(self._rank_name, [f"commit={STAGED!r}: {error}"]) from error
-        return replace(live, tensors=tuple(self._buffers[local.name] for local in live.schedule.tensors))
+        # What the rank carries for others is not its own: it lands where it did.
+        both = {**live.by_name, **self._buffers}
+        return replace(live, tensors=tuple(both[local.name] for local in live.schedule.tensors))
 
     def begin(self, program: BoundSchedule) -> None:
         """Make ready for a program's transfers. Where they fill a tensor in part, its buffer gets the rest of it."""
@@ -137,7 +140,11 @@ def _bytes_by_tensor(schedule: Schedule) -> dict[str, tuple[int, int]]:
     for tensor, _, strided_box in schedule.padding:
         name = schedule.tensors[tensor].name
         filled[name] += prod(strided_box.extents) * itemsizes[name]
-    return {local.name: (filled[local.name], prod(local.shape) * itemsizes[local.name]) for local in schedule.tensors}
+    return {
+        local.name: (filled[local.name], prod(local.shape) * itemsizes[local.name])
+        for index, local in enumerate(schedule.tensors)
+        if index not in schedule.carried
+    }
 
 
 def _fits(buffer: torch.Tensor, live: torch.Tensor | None) -> bool:

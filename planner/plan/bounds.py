@@ -8,9 +8,11 @@ from mcore_reshard.planner.model.parameters import MAX_PARAMETERS
 
 from .carriers import TURNS
 from .plan import Plan, TransferPattern
+from .schedule import CARRIED
 
 # Members times overlaps. Kimi-K2 from 2,048 to 1,024 ranks has 2.2 million; a rank's schedule has its share of them.
 MAX_TRANSFERS = 1 << 25
+MAX_RECEIVERS = 1 << 22  # parts times carriers: a thousand ranks of each
 MAX_BYTES = 1 << 46  # of all parameters: bytes of 2^16 ranks can still be summed in 64 bits. Kimi-K2 has 2^41
 
 
@@ -45,8 +47,12 @@ def require_bounded(plan: Plan) -> None:
         raise ValueError(
             f"{len(plan.carriers)} ranks have carriers, of {plan.gen.world}, or these have more turns than any plan"
         )
-    if any(not 0 <= rank < plan.gen.world for rank in carried) or not all(each.turns for each in plan.carriers):
+    if any(not 0 <= rank < plan.gen.world for rank in carried):
         raise ValueError(f"its carriers are not among the {plan.gen.world} generation ranks")
+    if not all(each.rank in each.turns for each in plan.carriers):
+        raise ValueError("a rank that has carriers has no turn of its own")
+    if plan.carriers and max(map(len, plan.rank_grids), default=0) * len({*carried}) > MAX_RECEIVERS:
+        raise ValueError(f"{len({*carried})} ranks carry for parts of up to {max(map(len, plan.rank_grids))} ranks")
     overlaps = [len(pattern.overlaps) for pattern in plan.patterns]
     for each in plan.transfer_groups:
         first, stop = each.experts
@@ -70,3 +76,5 @@ def _require_dims(pattern: TransferPattern) -> None:
     for partition in (pattern.src, pattern.dst):
         for piece in (piece for pieces in partition.pieces for piece in pieces):
             require_shape(piece.tensor.name, piece.view)
+            if piece.tensor.name.startswith(CARRIED):
+                raise ValueError(f"no model has a tensor {piece.tensor.name}")

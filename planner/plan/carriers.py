@@ -14,7 +14,6 @@ Carriers are ranks of the engine. They follow from what enters by each NIC witho
 from __future__ import annotations
 
 import heapq
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 TURNS = 32  # among which a rank's carriers take some
 _DISTINCTLY = 1.2  # of what the NICs would bring in evenly: with less, nobody carries
-_MOST = 5 << 30  # bytes that a rank carries in a refit: three waves of 16 are 1 GiB of memory
+_MOST = 5 << 30  # bytes that a rank carries in a refit, about: three waves of 16 are 1 GiB of memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,22 +52,18 @@ def carriers_for(plan: Plan) -> tuple[Carried, ...]:
     carried = [
         each for domain in np.flatnonzero(count) for each in _shared_out(np.flatnonzero(domains == domain), into, level)
     ]
-    most = Counter[int]()
-    for each in carried:
-        most.update({turn: int(into[each.rank]) // TURNS for turn in each.turns if turn != each.rank})
-    if max(most.values(), default=0) > _MOST:
-        return ()
     return tuple(sorted(carried, key=lambda each: each.rank))
 
 
 def _shared_out(ranks: Ints, into: Ints, level: int) -> list[Carried]:
     """Who takes turns of whom, so that nobody gets more than about `level` bytes, of the `into` [ranks] of each."""
+    level = _level_with_room(into[ranks], level)
     nbytes = [*zip(into[ranks].tolist(), ranks.tolist(), strict=True)]
-    room = [(into - level, rank) for into, rank in nbytes if into < level]
+    room = [(-min(level - into, _MOST), rank) for into, rank in nbytes if into < level]
     heapq.heapify(room)
     carried: list[Carried] = []
     for into, rank in sorted(nbytes, reverse=True):
-        moved = round(TURNS * float(1 - level / into)) if into > level else 0
+        moved = min(TURNS - 1, round(TURNS * float(1 - level / into))) if into > level else 0
         takers: list[int] = []
         while len(takers) < moved and room:
             less, taker = heapq.heappop(room)
@@ -78,6 +73,19 @@ def _shared_out(ranks: Ints, into: Ints, level: int) -> list[Carried]:
         if takers:
             carried.append(Carried(rank, _spread(rank, takers)))
     return carried
+
+
+def _level_with_room(nbytes: Ints, level: int) -> int:
+    """The least from `level` on at which all that is above it has room below, of which no rank takes more than `_MOST`."""
+    most = max(level, int(nbytes.max()))
+    while level < most:
+        middle = (level + most) // 2
+        above, room = np.maximum(nbytes - middle, 0), np.minimum(np.maximum(middle - nbytes, 0), _MOST)
+        if above.sum() <= room.sum():
+            most = middle
+        else:
+            level = middle + 1
+    return level
 
 
 def _spread(rank: int, takers: list[int]) -> tuple[int, ...]:

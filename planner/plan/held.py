@@ -62,12 +62,16 @@ def held_pieces(plan: Plan, world: World, rank: int) -> Iterator[HeldPiece]:
             )
     for place in plan.carried_by(rank) if world == "gen" else ():
         transfers = place.transfers
+        waves = plan.paths(transfers).waves(transfers.members, plan.waves, plan.wave_lag(transfers))
         for overlap in place.overlaps.tolist():
             yield HeldPiece(
                 group=transfers.group,
                 shape=plan.groups[transfers.group].view,
                 piece=place.pattern.carried_piece(place.pattern.overlaps[overlap]),
-                tensors=tuple(plan.carried_name(place.index, member, overlap) for member in range(transfers.members)),
+                tensors=tuple(
+                    plan.carried_name(place.index, member, overlap, wave)
+                    for member, wave in enumerate(waves[:, overlap].tolist())
+                ),
                 layers=tuple(layer.layer for layer in transfers.layers),
                 experts=transfers.experts,
                 slot=0,

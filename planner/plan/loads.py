@@ -40,10 +40,24 @@ def from_trainer_of(plan: Plan) -> tuple[Ints, Ints]:
             (sent, paths.pulls, src, first_src, paths.pulled_bytes(*of_waves)),
             (received, paths.landings, dst, first_dst, paths.landed_bytes(*of_waves)),
         ):
-            of_world = plan.receivers if load is received else plan.rank_grids
-            ranks = np.stack([turns.ranks(of_world[grid]) for grid in grids.tolist()])
+            grid_of = plan.receivers if load is received else plan.rank_grids.__getitem__
+            ranks = np.stack([turns.ranks(grid_of(grid)) for grid in grids.tolist()])
             _add(load, turns.links[turns.row_of], ranks, moved.sum(axis=0)[turns.moved_from(firsts[:, None])])
     return sent, received
+
+
+def carried_of(plan: Plan) -> Ints:
+    """[waves, generation ranks] the bytes that each carries for others."""
+    carried = np.zeros((plan.balanced_waves, plan.gen.world), np.int64)
+    for alike in plan.alike:
+        landings, paths = alike.paths.landings, alike.paths
+        carries = np.flatnonzero(landings.replicas >= paths.sites.dst_gpus.shape[1])
+        for transfers, lag in zip(alike.transfer_groups, alike.lags, strict=True) if len(carries) else ():
+            moved = paths.landed_bytes(alike.members, plan.balanced_waves, lag)
+            from_first = landings.moved_from(transfers.first_dst_replica)
+            ranks = landings.ranks(plan.receivers(transfers.dst))
+            np.add.at(carried.T, ranks[carries], moved[:, from_first[carries]].T)
+    return carried
 
 
 def loads_of(plan: Plan) -> Loads:
@@ -58,7 +72,7 @@ def loads_of(plan: Plan) -> Loads:
         for first in np.unique(first_dst % paths.period).tolist():
             passed = paths.passed_bytes(alike.members, first)
             grids = dst[first_dst % paths.period == first].tolist()
-            links, ranks = np.arange(len(LINKS))[:, None, None], np.stack([plan.receivers[grid] for grid in grids])
+            links, ranks = np.arange(len(LINKS))[:, None, None], np.stack([plan.receivers(grid) for grid in grids])
             _add(passed_on, links, ranks[:, None], passed[0])
             _add(received, links, ranks[:, None], passed[1])
     return Loads(sent, received, passed_on)
@@ -110,7 +124,7 @@ def rail_bytes(plan: Plan) -> RailBytes:
     members = {world: np.zeros(len(rails[world]), bool) for world in sides}
     for transfers in plan.transfer_groups:
         paths, pattern = plan.paths(transfers), plan.patterns[transfers.pattern]
-        src, dst = plan.rank_grids[transfers.src], plan.receivers[transfers.dst]
+        src, dst = plan.rank_grids[transfers.src], plan.receivers(transfers.dst)
         member = np.arange(transfers.members)
         hops = [plan.first_hop(transfers, member)]
         hops += paths.later_hops(transfers.first_dst_replica, member) if paths.relays else []
@@ -144,7 +158,7 @@ def pair_bytes(plan: Plan) -> Ints:
         pattern = plan.patterns[transfers.pattern]
         hop = plan.first_hop(transfers, np.arange(transfers.members))
         src = plan.rank_grids[transfers.src][pattern.parts["train"][hop.overlap], hop.src]
-        dst = plan.receivers[transfers.dst][pattern.parts["gen"][hop.overlap], hop.dst]
+        dst = plan.receivers(transfers.dst)[pattern.parts["gen"][hop.overlap], hop.dst]
         np.add.at(given, np.broadcast_arrays(src, dst), hop.runs * pattern.overlap_bytes[hop.overlap])
     return given
 

@@ -303,8 +303,8 @@ def _balanced(
             if key not in kept:
                 if key[:2] not in works:
                     works[key[:2]] = Work(turns, nbytes * cost_of_link[turns.links[turns.row_of]])
-                grids = plan.receivers if shares is landing else plan.rank_grids
-                kept[key] = Share(works[key[:2]], turns.ranks(grids[grid]), world, members, grid)
+                ranks = turns.ranks(plan.receivers(grid) if shares is landing else plan.rank_grids[grid])
+                kept[key] = Share(works[key[:2]], ranks, world, members, grid)
             shares.append(kept[key])
     firsts = zip(
         transfer_groups,

@@ -375,14 +375,12 @@ class RankView(View):
             return []
         return [self._tensor_ids(number, tensor, legs.piece == "src") for tensor in legs.tensors]
 
-    def _carried_ids(
-        self, legs: _Legs, group: NDArray[np.int64], member: NDArray[np.int64], overlap: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
-        """The tensor in which a carrier holds each overlap [rows] of a member of one of the legs' transfer groups."""
-        numbers, pattern = np.array(legs.places.alike.numbers)[group], legs.places.pattern
+    def _carried_ids(self, pattern: TransferPattern, *places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The tensors in which a carrier holds overlaps [rows]. `places` are transfer groups, members, overlaps, waves."""
         ids: list[int] = []
-        for place in zip(numbers.tolist(), member.tolist(), overlap.tolist(), strict=True):
-            tensor = pattern.carried_piece(pattern.overlaps[place[-1]], self.plan.carried_name(*place)).tensor
+        for index, member, overlap, wave in zip(*(column.tolist() for column in places), strict=True):
+            name = self.plan.carried_name(index, member, overlap, wave)
+            tensor = pattern.carried_piece(pattern.overlaps[overlap], name).tensor
             ids.append(self.tensors.setdefault(tensor, len(self.tensors)))
         return np.array(ids, np.int64)
 
@@ -404,8 +402,9 @@ class RankView(View):
         wave = np.zeros(len(leg), np.int64)
         if self.plan.waves > 1:
             wave = alike.waves(self.plan.waves)[group, member, legs.overlap[leg]]
+        transfer_group = np.array(alike.numbers, np.int64)[group]
         if legs.carried is True:
-            tensor_ids = self._carried_ids(legs, group, member, legs.overlap[leg])
+            tensor_ids = self._carried_ids(pattern, transfer_group, member, legs.overlap[leg], wave)
         else:
             tensor_ids = np.array(tensors)[group, tensor[column], member]
         return {
@@ -414,7 +413,7 @@ class RankView(View):
             "strided_box": box[column],
             "offset": offset[column] + (first_slot + member % experts) * slot_stride[column],
             "nbytes": pattern.overlap_bytes[legs.overlap[leg]],
-            "transfer_group": np.array(alike.numbers, np.int64)[group],
+            "transfer_group": transfer_group,
             "member": member,
             "wave": wave,
             "overlap": legs.overlap[leg],

@@ -129,9 +129,9 @@ class Sites:
     def _row_by_nic(self, dst_part: int, replicas: list[int]) -> int:
         """The row of a domain's replicas that get bytes by NIC, with their carriers."""
         turns = [self.turns.get((dst_part, replica), (replica,)) for replica in replicas]
-        count = max(map(len, turns))
-        taken = tuple(each[turn % len(each)] for turn in range(count) for each in turns)
-        return self.rows.number_of(dst_part, taken, NIC, tuple(replicas) if count > 1 else ())
+        taken = tuple(each[turn % len(each)] for turn in range(max(map(len, turns))) for each in turns)
+        has_carriers = any((dst_part, replica) in self.turns for replica in replicas)
+        return self.rows.number_of(dst_part, taken, NIC, tuple(replicas) if has_carriers else ())
 
     def _sources_of(self, src_part: int) -> tuple[dict[int, int], dict[int, int], int]:
         """Which rows of `rows` send, of a part's replicas: those of each GPU, of each domain, and all of them."""

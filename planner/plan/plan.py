@@ -32,7 +32,7 @@ from mcore_reshard.planner.topology.topology import Topology
 from .balance import MOST_WAVES, WAVE_LAGS, Rows, waves_for
 from .bands import in_bands
 from .carriers import Carried
-from .loads import Loads, from_trainer_of, loads_of
+from .loads import Loads, carried_of, from_trainer_of, loads_of
 from .paths import NIC, Hop, HopKind, InDomains, Paths, Sites
 from .rails import Rails
 from .schedule import CARRIED, MemberNames, World
@@ -359,9 +359,9 @@ class Plan:
             for part in parts[transfers.dst]:
                 yield RankInGroup(index, transfers, self.patterns[transfers.pattern], "gen", part, replica)
 
-    def carried_name(self, index: int, member: int, overlap: int) -> str:
-        """The name of the tensor in which a carrier holds one overlap of a member of a transfer group."""
-        return f"{CARRIED}{self.parameter_name(index, member)}:{self.transfer_groups[index].dst}:{overlap}"
+    def carried_name(self, index: int, member: int, overlap: int, wave: int) -> str:
+        """The name of the tensor in which a carrier holds one overlap of a member of a transfer group, in its wave."""
+        return f"{CARRIED}{wave}:{self.parameter_name(index, member)}:{self.transfer_groups[index].dst}:{overlap}"
 
     def dst_replicas(self, transfers: TransferGroup) -> int:
         return self.rank_grids[transfers.dst].shape[1]
@@ -407,7 +407,7 @@ class Plan:
         """The ranks of these replicas [groups, members, legs] of parts [legs], or of one part, of alike transfer groups."""
         grids = np.stack(
             [
-                self.rank_grids[each.src] if world == "train" else self.receivers[each.dst]
+                self.rank_grids[each.src] if world == "train" else self.receivers(each.dst)
                 for each in alike.transfer_groups
             ]
         )
@@ -419,15 +419,23 @@ class Plan:
         """The ranks that receive for others, ascending. Of a destination of R replicas they are the replicas from R on."""
         return np.unique([turn for each in self.carriers for turn in each.turns if turn != each.rank]).astype(np.int32)
 
+    def receivers(self, grid: int) -> NDArray[np.int32]:
+        """A destination's rank grid with carriers, [parts, replicas and carriers]: who may receive from the trainer."""
+        if not self.carriers:
+            return self.rank_grids[grid]
+        if grid not in self._receivers:
+            ranks, carriers = self.rank_grids[grid], self.carrier_ranks
+            self._receivers[grid] = np.hstack([ranks, np.broadcast_to(carriers, (len(ranks), len(carriers)))])
+        return self._receivers[grid]
+
     @cached_property
-    def receivers(self) -> tuple[NDArray[np.int32], ...]:
-        """The rank grids [parts, replicas and carriers] of destinations: who may receive the part from the trainer."""
-        return tuple(
-            np.hstack([grid, np.broadcast_to(self.carrier_ranks, (len(grid), len(self.carrier_ranks)))])
-            if self.carriers
-            else grid
-            for grid in self.rank_grids
-        )
+    def _receivers(self) -> dict[int, NDArray[np.int32]]:
+        return {}
+
+    @cached_property
+    def carried(self) -> NDArray[np.int64]:
+        """[waves, generation ranks] the bytes that each carries for others."""
+        return carried_of(self)
 
     @cached_property
     def layer_sets(self) -> tuple[int, ...]:
@@ -568,7 +576,8 @@ class Plan:
         carried = {each.rank: each.turns for each in self.carriers}
         for part, holders in enumerate(ranks.tolist()):
             for replica, rank in enumerate(holders):
-                if (turns := carried.get(rank)) and holders.count(rank) + sum(map({*turns}.__contains__, holders)) == 2:
+                turns = carried.get(rank, ())
+                if turns and holders.count(rank) == 1 and ({*turns} - {rank}).isdisjoint(holders):
                     found[part, replica] = tuple(
                         replica if turn == rank else len(holders) + number[turn] for turn in turns
                     )
@@ -590,7 +599,7 @@ class Plan:
         if not self.spans_hosts:
             return None
         src, dst = self._rails
-        return Rails(src[self.rank_grids[transfers.src]], dst[self.receivers[transfers.dst]], transfers.members)
+        return Rails(src[self.rank_grids[transfers.src]], dst[self.receivers(transfers.dst)], transfers.members)
 
     def _on_rail(self, src: NDArray[np.int32], dst: NDArray[np.int32]) -> NDArray[np.bool_] | None:
         """`Sites.on_rail` of two rank grids. It is no matter where a domain has one replica of each part."""

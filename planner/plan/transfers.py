@@ -224,7 +224,7 @@ def _of_overlaps(
     overlaps = [number for number in numbers if point is None or pattern.overlaps[number].region.holds(point)]
     if not overlaps:
         return
-    src_ranks, dst_ranks = plan.rank_grids[transfers.src], plan.receivers[transfers.dst]
+    src_ranks, dst_ranks = plan.rank_grids[transfers.src], plan.receivers(transfers.dst)
     replicas = plan.dst_replicas(transfers)
     served_by, passed_on_by = _sources_of(plan, transfers, np.array(members), overlaps)  # [members, overlaps, replicas]
     src_part, dst_part = (pattern.parts[world][overlaps][:, None] for world in ("train", "gen"))  # type: ignore[index]
@@ -257,7 +257,7 @@ def _sources_of(
     """For each member, overlap and destination replica: the source replica, and the replica that passes it on, or -1."""
     paths, pattern = plan.paths(transfers), plan.patterns[transfers.pattern]
     only = np.isin(np.arange(len(pattern.overlaps)), overlaps)
-    receivers = plan.receivers[transfers.dst].shape[1]
+    receivers = plan.receivers(transfers.dst).shape[1]
     served_by = np.zeros((len(member), len(overlaps), receivers), np.int64)
     passed_on_by = np.full_like(served_by, -1)
     column = np.zeros(len(pattern.overlaps), np.int64)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +14,8 @@ import pytest
 from helpers import simulate
 from helpers.plans import Case
 
-from mcore_reshard.planner.plan import make_plan
+from mcore_reshard.planner.layout.record_forms import canonical
+from mcore_reshard.planner.plan import bounds, carriers, make_plan
 from mcore_reshard.planner.plan.carriers import TURNS, Carried
 from mcore_reshard.planner.plan.least_time import least_time
 from mcore_reshard.planner.plan.loads import busiest_link
@@ -74,6 +77,28 @@ def test_a_rack_with_replicas_that_straddle_it_is_near_the_least_time() -> None:
 )
 def test_nobody_carries_where_it_does_not_help(case: Case) -> None:
     assert case.plan().carriers == () and prove(case.plan()).ok
+
+
+def test_ranks_share_what_they_carry_where_they_have_little_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("qwen3-30b-a3b", "tp=4,ep=8,dp=8", "tp=4,dp=3", machine="h200-8,gpus=6")
+    alone, plan = without_carriers(case), case.plan()
+    limit = int(plan.carried.sum(axis=0).max()) // 2
+    monkeypatch.setattr(carriers, "_MOST", limit)
+    less = located(case.new_plan(), plan.topology)
+    assert less.carriers and prove(less).ok and max(less.carried.sum(axis=0)) < 1.2 * limit
+    assert 1.1 * max(by_nic(plan)) < max(by_nic(less)) < 0.9 * max(by_nic(alone))
+
+
+@pytest.mark.parametrize("case", CARRYING, ids=str)
+def test_what_is_carried_is_what_schedules_say(case: Case) -> None:
+    plan = case.plan()
+    for rank in range(plan.gen.world):
+        schedule = schedule_of(plan, "gen", rank)
+        found = np.zeros(plan.waves, np.int64)
+        for table in schedule.tables:
+            rows = table.rows(np.isin(table.tensor, [*schedule.carried]))
+            np.add.at(found, rows.wave, rows.nbytes)
+        assert plan.carried[:, rank].tolist() == found.tolist()
 
 
 @pytest.mark.parametrize("case", CARRYING, ids=str)
@@ -158,11 +183,27 @@ def test_the_proof_refuses_carriers_without_known_places() -> None:
 
 
 @pytest.mark.parametrize(
-    "carriers", [(Carried(6, (0,)),), (Carried(0, (-1,)),), (Carried(0, ()),), (Carried(0, (1,) * 999),)], ids=str
+    "impossible",
+    [Carried(6, (6, 0)), Carried(0, (0, -1)), Carried(0, ()), Carried(0, (1, 2)), Carried(0, (0, 1) * 500)],
+    ids=str,
 )
-def test_a_file_with_impossible_carriers_is_no_plan(carriers: tuple[Carried, ...]) -> None:
+def test_a_file_with_impossible_carriers_is_no_plan(impossible: Carried) -> None:
     with pytest.raises(PlanFileError, match="carriers"):
-        parse_plan(dump_plan(changed(STRADDLED.plan(), carriers=carriers)))
+        parse_plan(dump_plan(changed(STRADDLED.plan(), carriers=(impossible,))))
+
+
+def test_a_file_whose_carriers_would_fill_memory_is_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "MAX_RECEIVERS", 11)
+    with pytest.raises(PlanFileError, match="ranks carry for parts"):
+        parse_plan(dump_plan(STRADDLED.plan()))
+
+
+def test_no_model_has_a_tensor_of_a_carriers_name() -> None:
+    text = dump_plan(STRADDLED.plan()).replace("model.norm.weight", "carried:model.norm.weight")
+    document = json.loads(text)
+    document["digest"] = hashlib.sha256(canonical(document["plan"]).encode()).hexdigest()
+    with pytest.raises(PlanFileError, match="no model has a tensor carried:model"):
+        parse_plan(json.dumps(document))
 
 
 @pytest.mark.parametrize("seed", range(12))

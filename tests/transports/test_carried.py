@@ -20,14 +20,18 @@ from test_relay import Left, Part, after, fail
 
 from mcore_reshard.kernels.copies.bind import bind
 from mcore_reshard.kernels.copies.carried import PLACES, carried_places
+from mcore_reshard.kernels.options import Options
+from mcore_reshard.kernels.transports import memory as memory_count
 from mcore_reshard.kernels.transports import registry
 from mcore_reshard.kernels.transports import relay as relaying
 from mcore_reshard.kernels.transports.memory import session_memory
 from mcore_reshard.kernels.transports.mixed import connect_by_pair
 from mcore_reshard.kernels.transports.peer_access import UNREACHABLE_VARIABLE
 from mcore_reshard.kernels.transports.relay import RelayedExecutor
+from mcore_reshard.planner.plan.frozen import with_frozen
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.planner.plan.plan import Plan
+from mcore_reshard.session.endpoints import GenerationEndpoint, TrainEndpoint
 
 
 def all_pairs(plan: Plan) -> str:
@@ -108,6 +112,57 @@ def test_a_carrier_that_fails_is_everyones_error_with_its_cause_and_at_once() ->
     assert {outcome.kind for outcome in outcomes} == {"OSError", "SessionFailed"}
 
 
+DEEP = replace(STRADDLED, changes=(("num_hidden_layers", 24),))
+FIRST, LAST = range(16), range(8, 24)  # of its layers
+
+
+def frozen_plan(case: Case, layers: range) -> Plan:
+    plan = case.plan()
+    groups = enumerate(plan.groups)
+    trained = {(number, layer) for number, group in groups for layer in group.layers or (-1,) if layer not in layers}
+    return with_frozen(plan, trained, {})
+
+
+def refits_of_frozen(number: int, address: str, case: Case, layers: range, commit: str) -> list[dict[str, int]]:
+    """Wrong elements of three refits: all, and twice what the trainer does not leave frozen."""
+    plan = frozen_plan(case, layers)
+    train = number < plan.train.world
+    world, rank = ("train", number) if train else ("gen", number - plan.train.world)
+    schedule = schedule_of(plan, world, rank)  # type: ignore[arg-type]
+    tensors = planned_refits.synthetic.allocate(schedule, planned_refits.torch.device("cpu"))
+    if train:
+        planned_refits.synthetic.fill(plan, "train", rank, tensors)
+    options = Options(timeout_s=60.0, transport="gloo", commit=commit, bucket_bytes=8192)
+    endpoint = (TrainEndpoint if train else GenerationEndpoint)(schedule, tensors, store=address, options=options)
+    endpoint.prepare()
+    wrong: list[dict[str, int]] = []
+    for version in (1, 2, 3):
+        for local in without_frozen_tensors(plan, rank) if version > 1 and not train else ():
+            tensors[local].view(planned_refits.torch.uint8).fill_(planned_refits.synthetic.POISON)
+        endpoint.refit(version)
+        wrong.append({} if train else planned_refits.synthetic.wrong_elements(plan, "gen", rank, tensors))
+    endpoint.close()
+    return wrong
+
+
+def without_frozen_tensors(plan: Plan, rank: int) -> list[str]:
+    """The engine's tensors that a later refit fills."""
+    later = schedule_of(plan, "gen", rank).later
+    assert later is not None
+    return [local.name for index, local in enumerate(later.tensors) if index not in later.carried]
+
+
+@pytest.mark.parametrize("commit", ["in_place", "staged"])
+@pytest.mark.parametrize("layers", [FIRST, LAST], ids=["first", "last"])
+def test_refits_that_leave_layers_out_bring_the_others(layers: range, commit: str) -> None:
+    """What a rank carries then comes in other waves than before."""
+    plan = frozen_plan(DEEP, layers)
+    later = schedule_of(plan, "gen", int(plan.carrier_ranks[0])).later
+    assert later is not None and later.carried
+    told = values(run_ranks(14, refits_of_frozen, DEEP, layers, commit, timeout_s=120.0))
+    assert told == [[{}, {}, {}]] * 14
+
+
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
@@ -138,10 +193,16 @@ def test_what_is_carried_is_bound_beside_the_model_and_counted() -> None:
     assert nbytes == carried_places(schedule)[1]
     assert not any(name.startswith("carried:") for name in bound.fingerprints)
     assert memory not in {bound.by_name[name].untyped_storage().data_ptr() for name in bound.fingerprints}
-    alone = replace(plan, carriers=())
+    places = PLACES * int(plan.carried[:, rank].max())
+    assert places <= nbytes < 1.5 * places, "tensors begin at multiples of 256 bytes, which are many here"
     for transport in ("gloo", "nccl", "auto"):
-        counted = session_memory(plan, transports=(transport,)).transports[transport]["gen"][rank].scratch
-        assert nbytes < counted < nbytes + 1.3 * session_memory(alone).transports[transport]["gen"][rank].scratch + 1e6
+        with pytest.MonkeyPatch.context() as patch:
+            counted = session_memory(plan, transports=(transport,)).transports[transport]["gen"]
+            patch.setattr(memory_count, "PLACES", 0)
+            without = session_memory(plan, transports=(transport,)).transports[transport]["gen"]
+        assert [each.scratch - other.scratch for each, other in zip(counted, without, strict=True)] == [
+            PLACES * int(carried) for carried in plan.carried.max(axis=0)
+        ]
     part = bound.part(schedule.view.waves()[1])  # type: ignore[union-attr]
     assert {each.untyped_storage().data_ptr() for each in part.tensors} & {memory}, "waves have the same places"
 
