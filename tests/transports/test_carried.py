@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import synthetic
+import torch
 from helpers import planned_refits
-from helpers.gpu import needs_gpus
+from helpers.gpu import device_of, needs_gpus
 from helpers.plans import Case
 from helpers.ranks import run_ranks, values
 from helpers.ways import rounds_stand_in, stand_in
@@ -123,24 +125,34 @@ def frozen_plan(case: Case, layers: range) -> Plan:
     return with_frozen(plan, trained, {})
 
 
-def refits_of_frozen(number: int, address: str, case: Case, layers: range, commit: str) -> list[dict[str, int]]:
+def refits_of_frozen(
+    number: int, address: str, case: Case, layers: range, commit: str, transport: str = "gloo", unreachable: str = ""
+) -> list[dict[str, int]]:
     """Wrong elements of three refits: all, and twice what the trainer does not leave frozen."""
-    plan = frozen_plan(case, layers)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(UNREACHABLE_VARIABLE, unreachable)
+        return _refits_of_frozen(number, address, frozen_plan(case, layers), commit, transport)
+
+
+def _refits_of_frozen(number: int, address: str, plan: Plan, commit: str, transport: str) -> list[dict[str, int]]:
+    device = torch.device("cpu") if transport == "gloo" else device_of(number)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     train = number < plan.train.world
     world, rank = ("train", number) if train else ("gen", number - plan.train.world)
     schedule = schedule_of(plan, world, rank)  # type: ignore[arg-type]
-    tensors = planned_refits.synthetic.allocate(schedule, planned_refits.torch.device("cpu"))
+    tensors = synthetic.allocate(schedule, device)
     if train:
-        planned_refits.synthetic.fill(plan, "train", rank, tensors)
-    options = Options(timeout_s=60.0, transport="gloo", commit=commit, bucket_bytes=8192)
+        synthetic.fill(plan, "train", rank, tensors)
+    options = Options(timeout_s=60.0, transport=transport, commit=commit, bucket_bytes=8192, scratch_bytes=1 << 20)
     endpoint = (TrainEndpoint if train else GenerationEndpoint)(schedule, tensors, store=address, options=options)
     endpoint.prepare()
     wrong: list[dict[str, int]] = []
     for version in (1, 2, 3):
         for local in without_frozen_tensors(plan, rank) if version > 1 and not train else ():
-            tensors[local].view(planned_refits.torch.uint8).fill_(planned_refits.synthetic.POISON)
+            tensors[local].view(torch.uint8).fill_(synthetic.POISON)
         endpoint.refit(version)
-        wrong.append({} if train else planned_refits.synthetic.wrong_elements(plan, "gen", rank, tensors))
+        wrong.append({} if train else synthetic.wrong_elements(plan, "gen", rank, tensors))
     endpoint.close()
     return wrong
 
@@ -161,6 +173,19 @@ def test_refits_that_leave_layers_out_bring_the_others(layers: range, commit: st
     assert later is not None and later.carried
     told = values(run_ranks(14, refits_of_frozen, DEEP, layers, commit, timeout_s=120.0))
     assert told == [[{}, {}, {}]] * 14
+
+
+@pytest.mark.gpu
+@needs_gpus(1)
+@pytest.mark.parametrize("commit", ["in_place", "staged"])
+@pytest.mark.parametrize("layers", [FIRST, LAST], ids=["first", "last"])
+@pytest.mark.parametrize("transport", ["auto", "nccl"])
+def test_refits_on_gpus_that_leave_layers_out_bring_the_others(layers: range, commit: str, transport: str) -> None:
+    unreachable = apart(DEEP) if transport == "auto" else ""
+    told = run_ranks(
+        14, refits_of_frozen, DEEP, layers, commit, transport, unreachable, timeout_s=180.0, method="spawn"
+    )
+    assert values(told) == [[{}, {}, {}]] * 14
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -186,7 +211,7 @@ def test_what_is_carried_is_bound_beside_the_model_and_counted() -> None:
     plan = MOE.plan()
     rank = int(plan.carrier_ranks[0])
     schedule = schedule_of(plan, "gen", rank)
-    bound = bind(schedule, planned_refits.synthetic.allocate(schedule, planned_refits.torch.device("cpu")))
+    bound = bind(schedule, synthetic.allocate(schedule, torch.device("cpu")))
     carried = [bound.tensors[index] for index in sorted(schedule.carried)]
     (memory,) = {tensor.untyped_storage().data_ptr() for tensor in carried}
     nbytes = carried[0].untyped_storage().nbytes()
