@@ -318,7 +318,8 @@ class Plan:
     ) -> Iterator[Transfer]:
         """The transfers of one refit, or only those of a parameter, of a rank's tensor, of a rank, or of an element.
 
-        `parameter` is an HF name or a shell pattern of them, `rank` is "train:0" or "gen:3". See `transfers_of`.
+        `parameter` is an HF name or a shell pattern of them, `rank` is "train:0" or "gen:3". What a rank carries is the
+        transfer of the rank that wants it, and `relayed_by` the carrier. See `transfers_of`.
         """
         from .transfers import transfers_of
 
