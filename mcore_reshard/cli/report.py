@@ -21,7 +21,7 @@ from .inputs import collect_problems, machine_of, of_session, place_problems, pl
 from .memory import as_json, counted_beside
 from .plan import cannot_write, unwritable
 from .render import facts, noted, print_report, progress, size, verdict
-from .summary import summarize
+from .summary import summarize_any
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
             proof.ok and (anew := of_session(plan, topology)).digest != given
         ):  # what is wrong with a file is shown of itself
             plan, proof = anew, anew.prove()
-        simulation, summary = None, summarize(plan, proof)
+        simulation, summary = None, summarize_any(plan, proof)
         summary["memory"] = None
         if proof.ok:
             with counted_beside(plan, topology, TRANSPORTS) as counted:

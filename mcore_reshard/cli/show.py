@@ -17,32 +17,21 @@ from mcore_reshard.planner.plan.make_schedule import relays_of, schedule_of
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.schedule import CARRIED, Schedule, TransferTable, World
 from mcore_reshard.planner.plan.transfers import Place, Transfer, parse_rank
-from mcore_reshard.planner.proof.prove import Proof, ProofError
 from mcore_reshard.planning import InputError
 
 from .inputs import collect_problems, read_plan
 from .render import Cell, and_more, count, facts, grouped, print_report, size, styled, table
-from .summary import parameters_table, print_plan, summarize
+from .summary import parameters_table, print_plan, summarize_any
 
 _ROWS_SHOWN = 40
 _ELEMENT = "world rank tensor shape dtype index offset byte_offset"
-
-
-def _summary(plan: Plan, proof: Proof) -> dict[str, Any]:
-    """The summary of a plan. Raises ProofError where it names ranks that are not there: nothing else can be said of it."""
-    try:
-        return summarize(plan, proof)
-    except IndexError:
-        if proof.ok:
-            raise
-        raise ProofError(proof) from None
 
 
 def run(args: argparse.Namespace) -> int:
     if args.rank is None and args.parameter is None:
         plan = read_plan(args.plan, proven=False)
         proof = plan.prove()
-        print_plan(plan, proof, _summary(plan, proof), args.json, parameters_table(plan))
+        print_plan(plan, proof, summarize_any(plan, proof), args.json, parameters_table(plan))
         return 0
     plan = read_plan(args.plan)
     rank, problems = None, list[str]()

@@ -84,6 +84,19 @@ def summarize(plan: Plan, proof: Proof, plan_seconds: float | None = None, notes
     }
 
 
+def summarize_any(plan: Plan, proof: Proof) -> dict[str, Any]:
+    """The summary of a plan that may be unsound.
+
+    Raises ProofError where it names ranks that are not there: nothing else can be said of it.
+    """
+    try:
+        return summarize(plan, proof)
+    except IndexError:
+        if proof.ok:
+            raise
+        raise ProofError(proof) from None
+
+
 def routes_of(plan: Plan) -> list[tuple[str, str]]:
     """The route of every group, and the reason for it where it is not bulk."""
     lists = (("misc", plan.misc), ("excluded", plan.excluded))

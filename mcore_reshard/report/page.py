@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from mcore_reshard.planner.layout.mesh import format_mesh
+from mcore_reshard.planner.plan.least_time import least_time
 from mcore_reshard.planner.plan.plan import Plan, UnplannedGroup
 from mcore_reshard.planner.proof.prove import Proof
 from mcore_reshard.planner.topology.topology import Topology
@@ -123,8 +124,9 @@ class _Page:
             ("proof", "ok" if proof.ok else "FAILED", covered, "good" if proof.ok else "bad"),
         ]
         if simulation is not None:
-            bound = f"{simulation.seconds / simulation.bound_s:.2f} times the bound" if simulation.bound_s else ""
-            tiles.append(("predicted", seconds_text(simulation.seconds), bound, ""))
+            least = f"at least {seconds_text(least_time(plan, simulation.topology).seconds)} by any plan"
+            bound = f"{simulation.seconds / simulation.bound_s:.2f} times the bound, " if simulation.bound_s else ""
+            tiles.append(("predicted", seconds_text(simulation.seconds), bound + least, ""))
         if measured is not None:
             more = f"{measured.name}: first to last byte"
             if simulation is not None and simulation.seconds:

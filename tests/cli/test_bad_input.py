@@ -189,8 +189,10 @@ def test_a_plan_with_ranks_that_are_not_there_is_unsound(
     plan = load_plan(plan_of([*MOE, *machine]))
     grids = [grid.copy() for grid in plan.rank_grids]
     grids[plan.transfer_groups[0].dst][0, 0] = 77
-    outcome = run("show", _sealed(replace(plan, rank_grids=tuple(grids)), tmp_path / "far.json"))
-    assert (outcome.code, outcome.out) == (3, "") and "the plan is not sound" in outcome.err and "77" in outcome.err
+    path = _sealed(replace(plan, rank_grids=tuple(grids)), tmp_path / "far.json")
+    for command in (["show", path], ["report", path, "-o", tmp_path / "page.html"]):
+        outcome = run(*command)
+        assert (outcome.code, outcome.out) == (3, "") and "the plan is not sound" in outcome.err and "77" in outcome.err
 
 
 def test_a_plan_that_fails_its_proof_is_not_written(
