@@ -12,7 +12,7 @@ from math import prod
 import torch
 
 from mcore_reshard.kernels.errors import BindError, StaleTensorError, TornWeightsError
-from mcore_reshard.planner.plan.schedule import CARRIED, Schedule, StageSchedule
+from mcore_reshard.planner.plan.schedule import Schedule, StageSchedule, is_carried
 
 from .carried import carried_places
 from .casts import Casts, bound_casts, cast_problems
@@ -229,7 +229,7 @@ def _allocate_carried(schedule: Schedule, tensors: Mapping[str, torch.Tensor]) -
     if all(schedule.tensors[index].name in tensors for index in schedule.carried):
         return {}
     begins, nbytes = carried_places(schedule)
-    known = next((tensor for name, tensor in tensors.items() if name.startswith(CARRIED)), None)
+    known = next((tensor for name, tensor in tensors.items() if is_carried(name)), None)
     if known is not None and known.untyped_storage().nbytes() >= nbytes:
         memory = torch.empty(0, dtype=torch.uint8, device=known.device).set_(known.untyped_storage())  # type: ignore[call-overload]
     else:

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from mcore_reshard.planner.plan.make_schedule import relays_of, schedule_of
 from mcore_reshard.planner.plan.plan import Plan
-from mcore_reshard.planner.plan.schedule import CARRIED, Schedule, TransferTable, World
+from mcore_reshard.planner.plan.schedule import Schedule, TransferTable, World, is_carried
 from mcore_reshard.planner.plan.transfers import Place, Transfer, parse_rank
 from mcore_reshard.planning import InputError
 
@@ -97,7 +97,7 @@ def _tensors(schedule: Schedule) -> list[dict[str, Any]]:
     return [
         {"tensor": t.name, "shape": list(t.shape), "dtype": t.dtype, "transfers": number, "bytes": nbytes}
         for t, (number, nbytes) in zip(schedule.tensors, totals.tolist(), strict=True)
-        if number and not t.name.startswith(CARRIED)
+        if number and not is_carried(t.name)
     ]
 
 

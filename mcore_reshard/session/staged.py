@@ -19,7 +19,7 @@ from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.copies.tensors import byte_view
 from mcore_reshard.kernels.errors import BindError
 from mcore_reshard.kernels.host import available_memory
-from mcore_reshard.planner.plan.schedule import CARRIED, Schedule
+from mcore_reshard.planner.plan.schedule import Schedule, is_carried
 
 STAGED = "staged"  # the value of Options.commit, and the phase in which members say that they have everything
 _GB = 1e9
@@ -44,7 +44,7 @@ class StagedTensors:
 
         Raises `BindError` that says how much memory is missing.
         """
-        self._live = {name: tensor for name, tensor in live.by_name.items() if not name.startswith(CARRIED)}
+        self._live = {name: tensor for name, tensor in live.by_name.items() if not is_carried(name)}
         fitting = {name: buffer for name, buffer in self._buffers.items() if _fits(buffer, self._live.get(name))}
         self._buffers = fitting
         programs = (live.schedule, live.schedule.later)

@@ -8,7 +8,7 @@ from mcore_reshard.planner.model.parameters import MAX_PARAMETERS
 
 from .carriers import TURNS
 from .plan import Plan, TransferPattern
-from .schedule import CARRIED
+from .schedule import is_carried
 
 # Members times overlaps. Kimi-K2 from 2,048 to 1,024 ranks has 2.2 million; a rank's schedule has its share of them.
 MAX_TRANSFERS = 1 << 25
@@ -76,5 +76,5 @@ def _require_dims(pattern: TransferPattern) -> None:
     for partition in (pattern.src, pattern.dst):
         for piece in (piece for pieces in partition.pieces for piece in pieces):
             require_shape(piece.tensor.name, piece.view)
-            if piece.tensor.name.startswith(CARRIED):
+            if is_carried(piece.tensor.name):
                 raise ValueError(f"no model has a tensor {piece.tensor.name}")

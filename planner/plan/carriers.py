@@ -5,8 +5,8 @@ busiest. A rack with replica 0 and half of replica 1, of tp=4, each part 12 GB:
 
     part           0      1      2      3          by NIC of each rank
     held by        a, e   b, f   c      d          a, b, e, f: 6 GB     c, d: 12 GB
-    c's turns      c c a e     every fourth of what c wants enters at a, every fourth at e
-    d's turns      d d b f                         all: 8 to 9 GB
+    c's turns      c c a c c e     a sixth of what c wants enters at a, a sixth at e
+    d's turns      d d b d d f     all: 8 GB
 
 Carriers are ranks of the engine. They follow from what enters by each NIC without them.
 """

@@ -29,10 +29,8 @@ def from_trainer_of(plan: Plan) -> tuple[Ints, Ints]:
     """[links, training ranks] the bytes that each sends in one refit; [links, generation ranks] those that each gets."""
     sent, received = (np.zeros((len(LINKS), world), np.int64) for world in (plan.train.world, plan.gen.world))
     for alike in plan.alike:
-        paths, of_waves = (
-            alike.paths,
-            (alike.members, plan.balanced_waves, alike.lags[0]),
-        )  # known since they were balanced
+        paths = alike.paths
+        of_waves = alike.members, plan.balanced_waves, alike.lags[0]  # known since they were balanced
         src, dst, first_src, first_dst = np.array(
             [(each.src, each.dst, each.first_src_replica, each.first_dst_replica) for each in alike.transfer_groups]
         ).T
@@ -51,7 +49,7 @@ def carried_of(plan: Plan) -> Ints:
     carried = np.zeros((plan.balanced_waves, plan.gen.world), np.int64)
     for alike in plan.alike:
         landings, paths = alike.paths.landings, alike.paths
-        carries = np.flatnonzero(landings.replicas >= paths.sites.dst_gpus.shape[1])
+        carries = np.flatnonzero(landings.replicas >= paths.sites.replicas)
         for transfers, lag in zip(alike.transfer_groups, alike.lags, strict=True) if len(carries) else ():
             moved = paths.landed_bytes(alike.members, plan.balanced_waves, lag)
             from_first = landings.moved_from(transfers.first_dst_replica)

@@ -83,8 +83,8 @@ class _Places:
     def of(cls, alike: AlikeTransfers, places: Sequence[RankInGroup]) -> _Places:
         """Of some of the transfer groups that are alike."""
         own, one = alike.only([place.index for place in places]), places[0]
-        replicas = alike.paths.sites.dst_gpus.shape[1]
-        return cls(own, one.pattern, one.part, one.replica, replicas, one.pattern.parts[one.world] == one.part)
+        is_own = one.pattern.parts[one.world] == one.part
+        return cls(own, one.pattern, one.part, one.replica, alike.paths.sites.replicas, is_own)
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,11 @@ class Sites:
         return self.src_gpus.shape, self.dst_gpus.shape, self._nearness, tuple(self.turns.items())
 
     @property
+    def replicas(self) -> int:
+        """Of each destination part; carriers have the numbers from there on."""
+        return self.dst_gpus.shape[1]
+
+    @property
     def _nearness(self) -> bytes:
         """Who is on the GPU, in the domain, and on a rail of whom."""
         rails = b"" if self.on_rail is None else self.on_rail.tobytes()
@@ -91,7 +96,7 @@ class Sites:
 
     def _legs_between(self, src_part: int, dst_part: int, relay: bool, share: bool) -> list[tuple[int, int]]:
         on_gpu, in_domain, everyone = self._sources_of(src_part)
-        on_own, beside, over_nic = (self.rows.alone(dst_part, self.dst_gpus.shape[1], link) for link in LINKS)
+        on_own, beside, over_nic = (self.rows.alone(dst_part, self.replicas, link) for link in LINKS)
         gpus, far = self.dst_gpus[dst_part].tolist(), []
         own: list[tuple[int, int]] = []  # (replica, who sends) on the replica's GPU
         near: list[tuple[list[int], int]] = []  # (replicas, who sends) in their domain
@@ -237,7 +242,7 @@ class Paths:
     def passed_on(self) -> Ints:
         """[overlaps]: how many replicas get each from another one."""
         straight = np.bincount(self.pulled, minlength=len(self.src_parts))
-        return np.asarray(self.sites.dst_gpus.shape[1] - straight, np.int64)
+        return np.asarray(self.sites.replicas - straight, np.int64)
 
     def waves(self, members: int, waves: int, lag: int) -> Ints:
         """[members, overlaps]: in which of `waves` waves each overlap moves, through all its hops."""

@@ -98,9 +98,17 @@ class TransferPattern:
         return np.array(nbytes, dtype=np.int64)
 
     @cached_property
-    def moved(self) -> bytes:
+    def _moved(self) -> bytes:
         """Equal for patterns whose overlaps are of the same parts, and have as many bytes: their paths are the same."""
         return b"".join(column.tobytes() for column in (*self.parts.values(), self.overlap_bytes))
+
+    def paths(self, sites: Sites, relay: bool, share: bool) -> Paths:
+        """The paths of the overlaps if replicas are at `sites`. Other patterns that move the same have them too."""
+        key = self._moved, relay, share
+        if key not in sites.paths:
+            parts = self.parts["train"], self.parts["gen"]
+            sites.paths[key] = Paths(*parts, self.overlap_bytes, sites, relay, share)
+        return sites.paths[key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -465,7 +473,7 @@ class Plan:
             paths, members = alike.paths, alike.members * len(alike.transfer_groups)
             nbytes = members * paths.overlap_bytes
             passed_on += int((nbytes * paths.passed_on).sum())
-            received += int(nbytes.sum()) * paths.sites.dst_gpus.shape[1]
+            received += int(nbytes.sum()) * paths.sites.replicas
             by_nic = paths.pulls.links[paths.pulls.row] == NIC
             far_bytes = nbytes[paths.pulled[by_nic]]
             landings += members * len(far_bytes)
@@ -523,17 +531,8 @@ class Plan:
         if key not in self._paths:
             passes_on = (False, False) if self.straight else (self.relay, self.topology is not None)
             sites = self._sites_of((transfers.src, transfers.dst))
-            self._paths[key] = self._paths_at(sites, self.patterns[transfers.pattern], *passes_on)
+            self._paths[key] = self.patterns[transfers.pattern].paths(sites, *passes_on)
         return self._paths[key]
-
-    @staticmethod
-    def _paths_at(sites: Sites, pattern: TransferPattern, relay: bool, share: bool) -> Paths:
-        """The paths of a pattern's overlaps if replicas are at `sites`. Other patterns that move the same have them too."""
-        key = pattern.moved, relay, share
-        if key not in sites.paths:
-            parts = pattern.parts["train"], pattern.parts["gen"]
-            sites.paths[key] = Paths(*parts, pattern.overlap_bytes, sites, relay, share)
-        return sites.paths[key]
 
     def _sites_of(self, ends: tuple[int, int]) -> Sites:
         """Where the ranks of a source's and a destination's rank grid are. Those with one key are one."""

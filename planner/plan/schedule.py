@@ -27,6 +27,11 @@ World = Literal["train", "gen"]
 CARRIED = "carried:"  # begins the names of tensors that no model has, in which ranks hold what they carry for others
 
 
+def is_carried(name: str) -> bool:
+    """Whether a tensor of this name holds what a rank carries for others."""
+    return name.startswith(CARRIED)
+
+
 @dataclass(frozen=True, slots=True)
 class StridedBox:
     """How a transfer's elements lie in a local tensor: extents in wire order, element strides of the same dims."""
@@ -135,7 +140,7 @@ class Schedule:
     @cached_property
     def carried(self) -> frozenset[int]:
         """Indices of the tensors in which the rank holds what it carries for others, each in its wave."""
-        return frozenset(index for index, local in enumerate(self.tensors) if local.name.startswith(CARRIED))
+        return frozenset(index for index, local in enumerate(self.tensors) if is_carried(local.name))
 
     @property
     def relayed(self) -> bool:

@@ -54,7 +54,7 @@ def _carriers_fault(plan: Plan) -> str:
 def path_fault(paths: Paths, members: int, first_dst: int) -> str:
     """The first replica that some member's overlap does not reach once; "" if there is none."""
     member = np.arange(min(members, paths.period) if paths.passes_on else 1)
-    replicas = paths.sites.dst_gpus.shape[1]
+    replicas = paths.sites.replicas
     receivers = replicas + paths.sites.carriers
     arrivals = np.zeros((len(member), len(paths.dst_parts), receivers), np.int64)
     for hop in [paths.first_hop(0, first_dst, member), *paths.later_hops(first_dst, member)]:

@@ -28,6 +28,18 @@ def refit(
     On "cuda" ranks take the GPUs in turn, on "cuda:0" they share one. Destinations are poisoned before each refit.
     """
     plan = case.plan()
+    rank, tensors, endpoint = endpoint_of(number, address, plan, device, Options(timeout_s=timeout_s, **options))
+    ways, wrong = set(), {}
+    for report, of_refit in _refits(endpoint, plan, rank, tensors):
+        ways.add(report.transport)
+        wrong |= of_refit
+    return ways, wrong
+
+
+def endpoint_of(
+    number: int, address: str, plan: Plan, device: str, options: Options
+) -> tuple[int, dict[str, torch.Tensor], Endpoint]:
+    """Rank `number`, training ranks first: its rank in its world, its tensors, and its endpoint. `device` as in `refit`."""
     train = number < plan.train.world
     world, rank = ("train", number) if train else ("gen", number - plan.train.world)
     place = device_of(number) if device == "cuda" else torch.device(device)
@@ -37,14 +49,8 @@ def refit(
     tensors = synthetic.allocate(schedule, place)
     if train:
         synthetic.fill(plan, "train", rank, tensors)
-    endpoint = (TrainEndpoint if train else GenerationEndpoint)(
-        schedule, tensors, store=address, options=Options(timeout_s=timeout_s, **options)
-    )
-    ways, wrong = set(), {}
-    for report, of_refit in _refits(endpoint, plan, rank, tensors):
-        ways.add(report.transport)
-        wrong |= of_refit
-    return ways, wrong
+    kind = TrainEndpoint if train else GenerationEndpoint
+    return rank, tensors, kind(schedule, tensors, store=address, options=options)
 
 
 def refits_of_plan(

@@ -12,7 +12,7 @@ import pytest
 import synthetic
 import torch
 from helpers import planned_refits
-from helpers.gpu import device_of, needs_gpus
+from helpers.gpu import needs_gpus
 from helpers.plans import Case
 from helpers.ranks import run_ranks, values
 from helpers.ways import rounds_stand_in, stand_in
@@ -33,7 +33,6 @@ from mcore_reshard.kernels.transports.relay import RelayedExecutor
 from mcore_reshard.planner.plan.frozen import with_frozen
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.planner.plan.plan import Plan
-from mcore_reshard.session.endpoints import GenerationEndpoint, TrainEndpoint
 
 
 def all_pairs(plan: Plan) -> str:
@@ -135,17 +134,10 @@ def refits_of_frozen(
 
 
 def _refits_of_frozen(number: int, address: str, plan: Plan, commit: str, transport: str) -> list[dict[str, int]]:
-    device = torch.device("cpu") if transport == "gloo" else device_of(number)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    train = number < plan.train.world
-    world, rank = ("train", number) if train else ("gen", number - plan.train.world)
-    schedule = schedule_of(plan, world, rank)  # type: ignore[arg-type]
-    tensors = synthetic.allocate(schedule, device)
-    if train:
-        synthetic.fill(plan, "train", rank, tensors)
     options = Options(timeout_s=60.0, transport=transport, commit=commit, bucket_bytes=8192, scratch_bytes=1 << 20)
-    endpoint = (TrainEndpoint if train else GenerationEndpoint)(schedule, tensors, store=address, options=options)
+    device = "cpu" if transport == "gloo" else "cuda"
+    rank, tensors, endpoint = planned_refits.endpoint_of(number, address, plan, device, options)
+    train = endpoint.world == "train"
     endpoint.prepare()
     wrong: list[dict[str, int]] = []
     for version in (1, 2, 3):
