@@ -17,7 +17,7 @@ from mcore_reshard.kernels.rendezvous.rendezvous import SessionFailed
 
 from .agreement import parse_word
 
-PROTOCOL = 30  # version of all that ranks say to each other; both worlds must have the same
+PROTOCOL = 31  # version of all that ranks say to each other; both worlds must have the same
 CONNECT, REFIT = "connect", "refit"
 LEADER = "train:0"
 HEAD = "head"

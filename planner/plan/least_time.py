@@ -5,7 +5,7 @@ It follows from which ranks hold each byte and which want it; paths, turns and h
     NIC in    what ranks of a domain want and no trainer there holds enters once, spread over the domain's NICs
     NIC out   what another domain wants leaves its holders once, spread over the NICs of all domains that hold it; and
               it leaves as often as it enters, from engine domains too, spread over all NICs
-    GPU       what a rank wants and its GPU does not hold enters by NVLink and NIC; the rest is copied within the GPU
+    GPU       what a rank wants and its GPU does not hold enters by NVLink, and NIC if domains are several; else a copy
 
 Three cases by hand. Hosts of two GPUs, whose NICs carry c bytes per second each; a model of M bytes, 0.6 M in stage 0:
 
@@ -72,7 +72,8 @@ def least_time(plan: Plan, topology: Topology | None = None) -> LeastTime:
     left, all_senders = np.array([*leaving.values()], np.float64), sets.any(axis=0)
     # What none but some domains hold leaves by their NICs.
     out = [left[~(sets & ~of).any(axis=1)].sum() / max(1, nics[of].sum()) for of in (*sets, all_senders)]
-    gpu = max((own / machine.memory).max(), (other / (machine.nvlink + machine.nic)).max())
+    reach = machine.nvlink + machine.nic * (np.count_nonzero(nics) > 1)
+    gpu = max((own / machine.memory).max(), (other / reach).max())
     return LeastTime(float((into / np.maximum(nics, 1)).max()), float(max(*out, into.sum() / nics.sum())), float(gpu))
 
 

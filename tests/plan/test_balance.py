@@ -131,7 +131,7 @@ def test_all_waves_are_equally_large() -> None:
 
 
 def test_more_is_passed_on_in_more_waves() -> None:
-    shares = {0: 1, 1: 1, 8: 2, 32: 4, 126: 8, 200: 8, 501: 16, 875: 16}
+    shares = {0: 1, 1: 1, 8: 2, 32: 4, 126: 8, 200: 8, 501: 24, 875: 24}
     assert {share: waves_for(share, 1000, 384, 64, far=False) for share in shares} == shares
     assert {share: waves_for(share, 1000, 384, 64, far=True) for share in shares} == shares | {501: 32, 875: 32}
 

@@ -44,6 +44,13 @@ def test_what_the_readers_own_gpu_has_crosses_no_nic() -> None:
     assert least_time(here.plan()) == LeastTime(0.0, 0.0, pytest.approx(rank / (2100 * GB), rel=2e-3))
 
 
+def test_no_nic_is_counted_where_all_ranks_are_in_one_domain() -> None:
+    here = replace(REPLICAS, train="tp=1", gen="tp=1", hosts="train=a*1,gen=a*1@1")
+    assert least_time(here.plan()) == LeastTime(0.0, 0.0, pytest.approx(MODEL / (400 * GB)))
+    there = replace(here, hosts="train=a*1,gen=b*1").plan()
+    assert least_time(there).gpu == pytest.approx(MODEL / (401 * GB))
+
+
 def test_bytes_of_which_one_host_is_the_only_holder_leave_by_its_nics() -> None:
     """One trainer host, three of the engine, which can pass on: all three copies leave by the NICs of four hosts."""
     least = least_time(replace(REPLICAS, gen="tp=1,dp=6").plan())

@@ -73,7 +73,7 @@ def test_replicas_pass_on_to_other_hosts_where_a_stage_sends_more_than_enters_by
 
 
 def test_the_more_is_passed_on_the_more_waves_there_are() -> None:
-    waves = {"Qwen3-235B 64->32 pp8": 1, "DeepSeek-V3 64->32 pp8": 4, "Llama-8B 16->16 tp1": 16}
+    waves = {"Qwen3-235B 64->32 pp8": 1, "DeepSeek-V3 64->32 pp8": 4, "Llama-8B 16->16 tp1": 24}
     assert {name: CASES[name].plan().waves for name in waves} == waves
 
 
