@@ -1,6 +1,7 @@
-"""The host of this process, and the packages installed there. Imports nothing that may be missing."""
+"""The host of this process, its GPUs by NVML, and the packages installed there. Imports nothing that may be missing."""
 
-from collections.abc import Iterator
+import ctypes
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +13,37 @@ _CONTROLLERS = Path("/sys/fs/cgroup")
 def host() -> str:
     """The id of the running host: equal for all its processes, in whatever containers."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def number_of_gpu(uuid: str) -> int | None:
+    """The number of a GPU among those of its host, as NVML counts them; None where NVML does not say.
+
+    NCCL knows rails by it: `ncclTopoGetNetDev` of graph/search.cc (2.28.9) looks for the NIC beside the peer's `nvmlDev`.
+    """
+    device, number = ctypes.c_void_p(), ctypes.c_uint()
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        failed = (
+            nvml.nvmlInit_v2()
+            or nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode(), ctypes.byref(device))
+            or nvml.nvmlDeviceGetIndex(device, ctypes.byref(number))
+        )
+    except (OSError, AttributeError):  # no library, or an older one
+        return None
+    return None if failed else number.value
+
+
+def gpus_numbered(gpus: Sequence[tuple[str, int | None]]) -> dict[str, int]:
+    """The number of each GPU of a host, of which ranks say UUID and number: this one, if all know it and no two are equal.
+
+    Else GPUs are numbered as they come: containers may see one GPU each, whose number is 0.
+    """
+    told = {*gpus}
+    numbers = {number for _, number in told if number is not None}
+    uuids = dict.fromkeys(uuid for uuid, _ in gpus)
+    if len(numbers) == len(told) == len(uuids):
+        return {uuid: number for uuid, number in gpus if number is not None}
+    return {uuid: number for number, uuid in enumerate(uuids)}
 
 
 def is_importable(module: str) -> bool:

@@ -115,7 +115,8 @@ def session_memory(
 ) -> SessionMemory:
     """The memory of a session with `plan`, over each of the `transports`.
 
-    `auto` is among them where `topology`, by default that of the plan, says where ranks are. Raises ValueError where
+    `auto` is among them where `topology`, by default that of the plan, says where ranks are; `nccl` is not where that has
+    ranks of both sides on a GPU. Raises ValueError where
     `options.scratch_bytes` are too few for nccl or for casts.
     """
     topology = topology or plan.topology
@@ -143,7 +144,7 @@ def session_memory(
             by_transport["direct"] = _direct(
                 _each(ranks, lambda rank: [rank.pulls, *rank.hops[1:]]), alike, options, gpus
             )
-    if "nccl" in transports:
+    if "nccl" in transports and not (topology is not None and topology.shares_gpus):  # takes no GPU twice
         domains = None if topology is None else shared_gpus(plan, topology, "nccl").cells
         by_transport["nccl"] = _nccl(_each(ranks, lambda rank: rank.hops), alike, options, domains, plan.waves)
     if "gloo" in transports:

@@ -72,7 +72,7 @@ def _shared_gpus(reach: Reach, far: Iterable[RankPair], train_ranks: int, *, joi
     gpus = [*zip(reach.hosts, reach.gpus, strict=True)]
     for cells in (reach.hosts, gpus):
         if all(cells[src] != cells[dst] for src, dst in pairs):
-            return SharedGpus.of(cells, gpus, train_ranks, passes_on=joins)
+            return SharedGpus.of(cells, gpus, reach.rails, train_ranks, passes_on=joins)
     return None
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ import torch
 from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.copies.tensors import gpu_of
 from mcore_reshard.kernels.errors import TransportUnavailable
-from mcore_reshard.kernels.host import host
+from mcore_reshard.kernels.host import gpus_numbered, host, number_of_gpu
 from mcore_reshard.kernels.rendezvous.exchange import StoreExchange
 from mcore_reshard.kernels.rendezvous.store_keys import FailFastStore
 from mcore_reshard.planner.plan.schedule import Schedule
@@ -65,6 +66,7 @@ class _Seat:
     unavailable_reason: str | None
     host: str
     gpu: str
+    number: int | None  # of the GPU on its host, as in `number_of_gpu`
     export: str  # some of its GPU memory, as `Export.to_json`, for others to try; "" if nobody reads it
     malformed: tuple[str, ...]  # words of its MCORE_RESHARD_UNREACHABLE that are no pairs
     nccl_unavailable_reason: str | None
@@ -76,6 +78,7 @@ class Reach(NamedTuple):
     reasons: dict[RankPair, str | None]  # why a pair cannot; None: it can
     hosts: tuple[str, ...]  # of each rank, training ranks first
     gpus: tuple[str, ...]  # the same; a rank without a GPU has its own name
+    rails: tuple[int, ...]  # the same: the number of each one's GPU on its host
     nccl_unavailable_reason: str | None  # why some rank cannot use nccl
 
 
@@ -124,12 +127,23 @@ def reach_of_all(
     }
     places = zip(seats, group_names(schedule), strict=True)
     gpus = tuple(seat.gpu or name for seat, name in places)
+    hosts = tuple(seat.host for seat in seats)
+    rails = _rails(hosts, gpus, [seat.number for seat in seats])
     lacking = (
         f"{name}: {seat.nccl_unavailable_reason}"
         for seat, name in zip(seats, group_names(schedule), strict=True)
         if seat.nccl_unavailable_reason
     )
-    return Reach(reasons, tuple(seat.host for seat in seats), gpus, next(lacking, None))
+    return Reach(reasons, hosts, gpus, rails, next(lacking, None))
+
+
+def _rails(hosts: Sequence[str], gpus: Sequence[str], numbers: Sequence[int | None]) -> tuple[int, ...]:
+    """The number of each rank's GPU on its host."""
+    of_hosts: dict[str, list[tuple[str, int | None]]] = {}
+    for host_name, gpu, number in zip(hosts, gpus, numbers, strict=True):
+        of_hosts.setdefault(host_name, []).append((gpu, number))
+    numbered = {host_name: gpus_numbered(of_host) for host_name, of_host in of_hosts.items()}
+    return tuple(numbered[host_name][gpu] for host_name, gpu in zip(hosts, gpus, strict=True))
 
 
 def _pairs_to_read(schedule: Schedule) -> list[RankPair]:
@@ -154,13 +168,16 @@ def _own_seat(bound: BoundSchedule, reason: str | None, nccl_unavailable_reason:
         except TransportUnavailable as error:
             reason = str(error)
     malformed = tuple(word for word in _declared() if not _PAIR.fullmatch(word))
-    return _Seat(reason, host(), gpu_of(bound.device), exported, malformed, nccl_unavailable_reason)
+    gpu = gpu_of(bound.device)
+    number = number_of_gpu(gpu) if gpu else None
+    return _Seat(reason, host(), gpu, number, exported, malformed, nccl_unavailable_reason)
 
 
 def _parse_seat(said: Any) -> _Seat:
-    reason, host_name, gpu, exported, malformed, nccl_reason = said
+    reason, host_name, gpu, number, exported, malformed, nccl_reason = said
     why, nccl_why = (None if each is None else str(each) for each in (reason, nccl_reason))
-    return _Seat(why, str(host_name), str(gpu), str(exported), tuple(map(str, malformed)), nccl_why)
+    number = None if number is None else int(number)
+    return _Seat(why, str(host_name), str(gpu), number, str(exported), tuple(map(str, malformed)), nccl_why)
 
 
 def _parse_reach(ranks: int, said: Any) -> list[tuple[int, str | None, list[int]]]:

@@ -27,11 +27,12 @@ def joined_hops(plan: Plan, topology: Topology, transport: str) -> int:
 def shared_gpus(plan: Plan, topology: Topology, transport: str) -> SharedGpus:
     """Where ranks are, for communicators of `auto`: it takes nccl between domains alone."""
     worlds: tuple[World, World] = ("train", "gen")
-    domains, gpus = (
+    domains, gpus, rails = (
         [each for world in worlds for each in of_world(world).tolist()]
-        for of_world in (topology.domains, topology.gpus)
+        for of_world in (topology.domains, topology.gpus, topology.rails)
     )
-    return SharedGpus.of(domains, gpus, len(topology.train), passes_on=joined_hops(plan, topology, transport) > 0)
+    passes_on = joined_hops(plan, topology, transport) > 0
+    return SharedGpus.of(domains, gpus, rails, len(topology.train), passes_on=passes_on)
 
 
 def _same_domains(plan: Plan, topology: Topology) -> tuple[set[bool], set[bool]]:

@@ -16,10 +16,11 @@ from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.plan_file import FORMAT, PlanFileError, load_plan
 from mcore_reshard.planner.plan.transfers import UnknownElementError
 from mcore_reshard.planner.proof.prove import require_proof
-from mcore_reshard.planner.topology.topology import Topology, TopologyError, parse_topology, topology_violations
+from mcore_reshard.planner.topology.topology import GB, Topology, TopologyError, parse_topology, topology_violations
 from mcore_reshard.planning import InputError, TracedRequest
 
 from .printable import printable
+from .render import count
 
 _HOSTS_ALONE = "--hosts says which ranks are on which host, and needs --topology for the machine"
 
@@ -95,8 +96,23 @@ def of_session(plan: Plan, topology: Topology | None) -> Plan:
 def planned_anew(plan: Plan) -> str:
     """What the commands note where `of_session` gives another plan than the file's."""
     return (
-        f"between these GPUs a session plans anew, whatever plan it is given: this is that plan, digest {plan.digest}"
+        f"between these GPUs a session plans anew, whatever plan it is given: this is that plan, digest {plan.digest}; a"
+        " session's has another, of its own hosts' names"
     )
+
+
+def about_racks(topology: Topology | None) -> list[str]:
+    """What the commands note on a machine whose NVLink connects hosts: a session does not know that."""
+    if topology is None or topology.machine.hosts_per_domain == 1:
+        return []
+    machine = topology.machine
+    speeds = ",".join(
+        f"{name}={speed / GB:g}" for name, speed in zip(("memory", "nvlink", "nic"), machine.speeds, strict=True)
+    )
+    return [
+        "a session does not know racks: it takes each host for an NVLink domain of its own, and moves more between hosts, as"
+        f" with --topology h200-8,gpus={machine.gpus},{speeds}; {count(machine.hosts_per_domain, 'host')} in a row are a rack here"
+    ]
 
 
 def uses_pxn() -> bool:

@@ -14,7 +14,7 @@ from mcore_reshard.kernels.transports.memory import session_memory
 from mcore_reshard.planner.plan.plan_file import PlanFileError, dump_plan
 from mcore_reshard.planning import InputError, TracedRequest, read_request, read_traced_request
 
-from .inputs import place_problems, plan_from_traces, with_topology
+from .inputs import about_racks, place_problems, plan_from_traces, with_topology
 from .memory import as_json, memory_parts
 from .render import progress
 from .summary import print_plan, summarize
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
             failure = error.__cause__ or error  # a PlanFileError's is an OSError
             raise InputError([cannot_write(args.out, getattr(failure, "strerror", None) or str(failure))]) from error
         more = [f"plan written to {Path(args.out)}"]
-    summary = summarize(plan, proof, seconds, notes)
+    summary = summarize(plan, proof, seconds, (*notes, *about_racks(plan.topology)))
     summary["memory"] = None
     if proof.ok:
         with progress("counting its memory"):

@@ -17,7 +17,16 @@ from mcore_reshard.report.measured import Measured, MeasuredError, read_measured
 from mcore_reshard.report.page import chart_library, report_page
 from mcore_reshard.simulate.simulate import TRANSPORTS, simulate
 
-from .inputs import collect_problems, machine_of, of_session, place_problems, planned_anew, read_plan, uses_pxn
+from .inputs import (
+    about_racks,
+    collect_problems,
+    machine_of,
+    of_session,
+    place_problems,
+    planned_anew,
+    read_plan,
+    uses_pxn,
+)
 from .memory import as_json, counted_beside
 from .plan import cannot_write, unwritable
 from .render import facts, noted, print_report, progress, size, verdict
@@ -67,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         "measured_seconds": measured.moving_s if measured is not None else None,
         "report_seconds": seconds,
     }
-    notes = [] if plan.digest == given else [planned_anew(plan)]
+    notes = [*([] if plan.digest == given else [planned_anew(plan)]), *about_racks(topology)]
     print_report(args.json, report, [*_parts(args.out, proof, len(content), seconds), *noted(notes)])
     if not proof.ok:
         raise ProofError(proof)

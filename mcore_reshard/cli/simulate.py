@@ -23,6 +23,7 @@ from mcore_reshard.simulate.simulate import simulate
 from mcore_reshard.simulate.simulation import ROUTES, Simulation, Step
 
 from .inputs import (
+    about_racks,
     collect_problems,
     is_config,
     is_plan_file,
@@ -159,7 +160,7 @@ def _parts(each: _Simulated) -> Iterator[RenderableType]:
                 f"{count(len(outcome.topology.hosts), 'host')} of {count(machine.gpus, 'GPU')}, {_bandwidths(outcome)}",
             ),
             ("transport", outcome.transport),
-            ("predicted", f"{seconds_text(outcome.seconds)}, {_ratio(outcome):.2f} times the bound"),
+            ("predicted", f"{seconds_text(outcome.seconds)}, {_times(outcome, each.least_s)}"),
             ("bound", f"{seconds_text(outcome.bound_s)}: {_bound(outcome)}"),
             ("least", f"{seconds_text(each.least_s)}: no plan between these GPUs is faster"),
             *rails_fact(_rails(outcome)),
@@ -237,18 +238,21 @@ def _bound(outcome: Simulation) -> str:
     return f"the NICs of {domain}" if domain else "nothing moves"
 
 
-def _ratio(outcome: Simulation) -> float:
-    return outcome.seconds / outcome.bound_s if outcome.bound_s else 1.0
+def _times(outcome: Simulation, least_s: float) -> str:
+    """What the prediction is of the bound, and of the least time."""
+    of_bound, of_least = (outcome.seconds / each if each else 1.0 for each in (outcome.bound_s, least_s))
+    return f"{of_bound:.2f} times the bound, {of_least:.2f} times the least"
 
 
 def _notes(each: _Simulated) -> Iterator[str]:
     if each.is_anew:
         yield planned_anew(each.plan)
+    yield from about_racks(each.simulation.topology)
     if each.plan.misc:
         yield f"{size(each.plan.misc_bytes)} of misc tensors travel whole, by the golden path: not simulated"
     if each.simulation.transport != "gloo" and each.simulation.on_rail_bytes < each.simulation.route_bytes["NIC"]:
         if uses_pxn():
-            yield "nccl sends by the NIC on the receiver's rail; with NCCL_P2P_PXN_LEVEL=0, by the GPU's own: set it to compare"
+            yield _about_pxn(each.simulation)
         else:
             yield "nccl sends by the GPU's own NIC, as NCCL_P2P_PXN_LEVEL or NCCL_PXN_DISABLE says"
     entering_s = max((link.seconds for link in each.simulation.links if link.kind == "NIC in"), default=0.0)
@@ -259,6 +263,19 @@ def _notes(each: _Simulated) -> Iterator[str]:
         )
     if each.simulation.merged > 1:
         yield f"every {each.simulation.merged} messages between two ranks were simulated as one"
+
+
+def _about_pxn(outcome: Simulation) -> str:
+    """What nccl's choice of NICs costs, if it is much, or how to find out."""
+    leaving_s = max((link.seconds for link in outcome.links if link.kind == "NIC out"), default=0.0)
+    if leaving_s > _FAR_FROM_LEAST * outcome.own_nic_s:
+        return (
+            f"nccl sends by the NIC on the receiver's rail: the busiest one sends for {seconds_text(leaving_s)}; with"
+            f" NCCL_P2P_PXN_LEVEL=0 on all ranks, for {seconds_text(outcome.own_nic_s)}: set it here to see the refit"
+        )
+    return (
+        "nccl sends by the NIC on the receiver's rail; with NCCL_P2P_PXN_LEVEL=0, by the GPU's own: set it to compare"
+    )
 
 
 def _span(step: Step) -> str:

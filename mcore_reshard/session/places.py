@@ -1,4 +1,6 @@
-"""Where the ranks of a session are: each says its host and its GPU in its word, as "9f86d081884c/GPU-5c6e...".
+"""Where the ranks of a session are: each says its host and its GPU in its word, as "9f86d081884c/5c6e...#4".
+
+The number behind # is that of the GPU on its host, and so of its rail; ranks of one GPU in two containers may say others.
 
 Ranks on several hosts plan for them: nearer sources, and bytes that enter a host once. So do ranks of one host where both
 sides share a GPU: what a reader's own GPU holds comes from there. Elsewhere on one host the plan stays as it is.
@@ -6,13 +8,14 @@ sides share a GPU: what a reader's own GPU holds comes from there. Elsewhere on 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import sha256
 
 import torch
 
-from mcore_reshard.kernels.host import host
+from mcore_reshard.kernels.host import gpus_numbered, host, number_of_gpu
 from mcore_reshard.planner.topology.topology import MACHINES, Place, Topology
 
 # Only how much faster NVLink is than a NIC matters to a plan.
@@ -24,13 +27,15 @@ def own_place(seat: str, device: torch.device | None) -> str:
     gpu = seat
     if device is not None and device.type == "cuda":
         gpu = str(torch.cuda.get_device_properties(device).uuid)
+        number = number_of_gpu(gpu)
+        gpu += "" if number is None else f"#{number}"
     return f"{sha256(host().encode()).hexdigest()[:12]}/{gpu}"
 
 
 def decide(places: Sequence[str], train_ranks: int) -> bool:
     """Whether places make a plan better, as far as all ranks have said where they are; training ranks come first."""
-    hosts = {place.partition("/")[0] for place in places}
-    return all(places) and (len(hosts) > 1 or bool({*places[:train_ranks]} & {*places[train_ranks:]}))
+    hosts, gpus = {place.partition("/")[0] for place in places}, [place.partition("#")[0] for place in places]
+    return all(places) and (len(hosts) > 1 or not {*gpus[:train_ranks]}.isdisjoint(gpus[train_ranks:]))
 
 
 def topology_of(places: Sequence[str], train_ranks: int, planned: Topology | None = None) -> Topology | None:
@@ -41,13 +46,16 @@ def topology_of(places: Sequence[str], train_ranks: int, planned: Topology | Non
     """
     if not decide(places, train_ranks):
         return None
-    gpus: dict[str, dict[str, int]] = {}  # by host: the number of each GPU
-    at: list[Place] = []
-    for place in places:
-        name, _, gpu = place.partition("/")
-        of_host = gpus.setdefault(name, {})
-        at.append(Place([*gpus].index(name), of_host.setdefault(gpu, len(of_host))))
-    machine = replace(
-        _MACHINE if planned is None else planned.machine, gpus=max(map(len, gpus.values())), hosts_per_domain=1
-    )
-    return Topology(machine, tuple(gpus), tuple(at[:train_ranks]), tuple(at[train_ranks:]))
+    said = [(name, *_parsed(gpu)) for name, _, gpu in (place.partition("/") for place in places)]
+    hosts = [*dict.fromkeys(name for name, *_ in said)]
+    numbers = {host: gpus_numbered([(uuid, number) for name, uuid, number in said if name == host]) for host in hosts}
+    at = [Place(hosts.index(name), numbers[name][uuid]) for name, uuid, _ in said]
+    machine = _MACHINE if planned is None else planned.machine
+    machine = replace(machine, gpus=1 + max(place.gpu for place in at), hosts_per_domain=1)
+    return Topology(machine, tuple(hosts), tuple(at[:train_ranks]), tuple(at[train_ranks:]))
+
+
+def _parsed(gpu: str) -> tuple[str, int | None]:
+    """The name of a GPU and its number, of "5c6e...#4" or a name alone."""
+    found = re.fullmatch("(.*)#([0-9]{1,3})", gpu)
+    return (found[1], int(found[2])) if found else (gpu, None)

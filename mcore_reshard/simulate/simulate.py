@@ -42,7 +42,7 @@ def simulate(
 
     `round_s` is what every round costs beside its bytes. `pxn`: whether nccl sends to other hosts by the NIC on the
     receiver's rail, as it does unless NCCL_P2P_PXN_LEVEL is 0. Raises ValueError for a topology with other ranks than the
-    plan's, or if `direct` would have to leave a domain.
+    plan's, if `direct` would have to leave a domain, or if `nccl` would have ranks of both sides on a GPU.
     """
     ranks = len(topology.train), len(topology.gen)
     if ranks != (plan.train.world, plan.gen.world):
@@ -59,6 +59,10 @@ def simulate(
         raise ValueError(
             f"direct reaches GPUs of one NVLink domain: {int((route == _NIC).sum())} messages would leave it; auto takes nccl"
             " for these"
+        )
+    if transport == "nccl" and (twice := _with_both_sides(plan, topology, script)):
+        raise ValueError(
+            f"nccl takes no GPU twice, and ranks of both sides share {twice} of them: auto takes direct within a GPU"
         )
     leaving_gpu = src_gpu
     if pxn and transport != "gloo":
@@ -106,12 +110,22 @@ def _forwarded(plan: Plan, topology: Topology, transport: str, script: Script, g
     src, dst, of_host, train = script.buckets.src, script.buckets.dst, topology.machine.gpus, len(topology.train)
     over_nccl = np.flatnonzero(route == _NIC) if transport == "auto" else slice(None)
     members = np.unique(np.concatenate([src[over_nccl], dst[over_nccl]]))
+    shared = shared_gpus(plan, topology, transport)
+    if transport == "auto":
+        members = np.array(shared.members(members), np.int64)
     sides = [members, members]
-    if shared_gpus(plan, topology, transport).is_needed(members.tolist()):
+    if shared.is_needed(members.tolist()):
         sides = [members[members < train], members[members >= train]]
     on_rail = gpus[src] // of_host * of_host + gpus[dst] % of_host
     is_there = np.where(src < train, *(np.isin(on_rail, gpus[side]) for side in sides))
     return np.where((route == _NIC) & is_there, on_rail, gpus[src])
+
+
+def _with_both_sides(plan: Plan, topology: Topology, script: Script) -> int:
+    """How many GPUs have ranks of both sides, of those that exchange bytes."""
+    members = np.unique(np.concatenate([script.buckets.src, script.buckets.dst]))
+    gpus = np.concatenate([topology.gpus("train"), topology.gpus("gen")])[members]
+    return len(np.intersect1d(gpus[members < plan.train.world], gpus[members >= plan.train.world]))
 
 
 def _links(topology: Topology, route: Ints, src_gpu: Ints, dst_gpu: Ints) -> tuple[Ints, Ints, Floats]:

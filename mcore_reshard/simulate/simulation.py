@@ -101,6 +101,14 @@ class Simulation:
         is_on_rail = messages.src_gpu % gpus == messages.dst_gpu % gpus
         return int(messages.nbytes[is_on_rail & (messages.route == ROUTES.index("NIC"))].sum())
 
+    @property
+    def own_nic_s(self) -> float:
+        """For how long the busiest NIC would send, at full bandwidth, if every GPU sent by its own."""
+        messages = self.messages
+        by_nic = messages.route == ROUTES.index("NIC")
+        sent = np.bincount(messages.src_gpu[by_nic], messages.nbytes[by_nic])
+        return float(sent.max(initial=0.0) / self.topology.machine.nic)
+
     def longest_steps(self, most: int) -> list[Step]:
         """The longest steps of the critical path, in order of time."""
         longest = sorted(self.critical_path, key=lambda step: step.start_s - step.end_s)[:most]

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from .balance import Ints
 from .paths import LINKS, NIC
+from .rails import with_forwarders
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -137,8 +138,11 @@ def rail_bytes(plan: Plan) -> RailBytes:
             place = hosts[side][sender], rails[side][sender], rails["gen"][receiver]
             np.add.at(moved[sides.index(side)], place, nbytes)
     is_there = np.zeros(moved.shape[:3], bool)
-    for number, world in enumerate(sides):
-        is_there[number, hosts[world][members[world]], rails[world][members[world]]] = True
+    host, rail, is_member = (np.concatenate([of[world] for world in sides]) for of in (hosts, rails, members))
+    trains = np.arange(len(host)) < plan.train.world
+    there = with_forwarders(is_member, trains, host, host * nics + rail, rail, relays="relay" in plan.later_hops)
+    for number, of_side in enumerate((there & trains, there & ~trains)):
+        is_there[number, host[of_side], rail[of_side]] = True
     if not is_there.all(axis=0).any():  # else a communicator has ranks of one side on a host
         is_there[:] = is_there.any(axis=0)
     by_receiver = np.where(is_there[:, :, None], moved, 0)

@@ -45,7 +45,8 @@ _LARGEST_OF_SMALL_RELAYS = 1 << 18  # the same between hosts, where replicas are
 _OVERLAPS = 1 << 16  # a model is small if it has not so many of the largest
 _LARGEST_OF_EXPERTS = 8 << 20  # these are many
 _DISTINCTLY = 0.95  # relaying adds a hop, so it must take the busiest link below this share of its bytes
-_DISTINCTLY_IN_ONE_WAVE = 0.9  # the same for a plan that casts, whose hops cannot overlap
+# The same for a plan that casts, whose hops cannot overlap; and where both sides share GPUs, and messages are small.
+_DISTINCTLY_AT_MORE_COST = 0.9
 
 
 def make_plan(
@@ -238,7 +239,8 @@ def balance_plan(plan: Plan, transfer_groups: list[TransferGroup], scales: Mappi
     plan = _balanced(_cut(plan, transfer_groups, _LARGEST_OF_SMALL_MODELS), transfer_groups, scales, relay=False)
     if _may_gain_by_relaying(plan):
         relayed = _balanced(plan, transfer_groups, scales, relay=True)
-        distinctly = _DISTINCTLY if relayed.waves > 1 else _DISTINCTLY_IN_ONE_WAVE
+        costs_more = relayed.waves == 1 or (plan.topology is not None and plan.topology.shares_gpus)
+        distinctly = _DISTINCTLY_AT_MORE_COST if costs_more else _DISTINCTLY
         plan = relayed if busiest_link(relayed) < distinctly * busiest_link(plan) else plan
     if plan.spans_hosts and "relay" in plan.later_hops:
         finer = _cut(plan, transfer_groups, _LARGEST_OF_SMALL_RELAYS)

@@ -35,6 +35,25 @@ class Rails:
     members: int
 
 
+def with_forwarders(
+    members: NDArray[np.bool_], trains: NDArray[np.bool_], hosts: Ints, gpus: Ints, rails: Ints, *, relays: bool
+) -> NDArray[np.bool_]:
+    """Which ranks [ranks] need communicators of NCCL: `members`, who exchange bytes, and ranks beside them.
+
+    NCCL sends to another host by the NIC on the receiver's rail, through the GPU beside it, if a member is there (source:
+    `ncclTopoGetNetDev` of graph/search.cc, 2.28.9). So hosts that send have a member on the rails of those that receive, if a
+    rank is there. Where members of both sides share GPUs, a communicator has one side of a host: these are training ranks.
+    `trains` are the training ranks. `relays`: generation ranks send to other hosts as well.
+    """
+    found, is_reached = members.copy(), np.isin(rails, rails[members & ~trains])
+    if np.isin(gpus[members & trains], gpus[members & ~trains]).any():
+        return found | (trains & is_reached & np.isin(hosts, hosts[members & trains]))
+    sends = members & (trains | relays)
+    others = np.flatnonzero(is_reached & np.isin(hosts, hosts[sends]) & ~np.isin(gpus, gpus[members]))
+    found[others[np.unique(gpus[others], return_index=True)[1]]] = True
+    return found
+
+
 def rows_on_rails(rows: Rows, number: Ints, src_part: Ints, nbytes: Ints, on_rail: NDArray[np.bool_]) -> Ints:
     """Who takes turns in place of rows of one host's replicas: those on rails of the source part, in `rows` as well.
 

@@ -123,8 +123,12 @@ class Topology:
     @property
     def decides(self) -> bool:
         """Whether a session plans for these places, whatever plan it was given: session/places.py asks the same of its ranks."""
-        places = {*self.train, *self.gen}
-        return len({place.host for place in places}) > 1 or not {*self.train}.isdisjoint(self.gen)
+        return len({place.host for place in (*self.train, *self.gen)}) > 1 or self.shares_gpus
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether a GPU has ranks of both sides."""
+        return not {*self.train}.isdisjoint(self.gen)
 
     def with_gen(self, seats: Sequence[int]) -> Topology:
         """The topology of only these generation ranks, in this order."""

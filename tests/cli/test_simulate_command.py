@@ -50,7 +50,37 @@ def test_a_note_says_where_nics_of_other_ranks_would_help(run: Run) -> None:
     meshes = ("--train", "tp=2,pp=2,ep=2,dp=2", "--gen", "tp=4,dp=2")
     text = run("simulate", "tiny-qwen3-moe", *meshes, *halves).out
     assert "times the least, which takes every NIC of an engine's host" in text
-    assert "times the least" not in run("simulate", "tiny-qwen3-moe", *meshes, "--topology", "h200-8").out
+    assert "which takes every NIC" not in run("simulate", "tiny-qwen3-moe", *meshes, "--topology", "h200-8").out
+
+
+def test_a_note_says_what_the_nics_on_the_receivers_rails_cost(run: Run) -> None:
+    """Two GPUs of each engine host have ranks: by default a trainer's host sends by two of its eight NICs."""
+    text = run(
+        "simulate", "qwen3-4b", "--train", "tp=2,dp=4", "--gen", "tp=2,dp=3", "--topology", "h200-8",
+        "--hosts", "train=a*8,gen=c*2+d*2+e*2",
+    ).out  # fmt: skip
+    assert "3.00 times the least" in text
+    note = "the busiest one sends for 0.241 s; with NCCL_P2P_PXN_LEVEL=0 on all ranks, for 60.4 ms: set it here"
+    assert note in " ".join(text.split())
+
+
+def test_a_session_does_not_know_racks(run: Run) -> None:
+    meshes = "tiny-llama", "--train", "tp=2", "--gen", "tp=2", "--topology"
+    for command in ("plan", "simulate"):
+        assert "--topology h200-8,gpus=4,memory=3400,nvlink=800,nic=50; 18 hosts in a row are a rack here" in " ".join(
+            run(command, *meshes, "gb200-nvl72").out.split()
+        )
+        assert "racks" not in run(command, *meshes, "h200-8").out
+
+
+def test_nccl_takes_no_gpu_twice(run: Run) -> None:
+    meshes = "tiny-llama", "--train", "tp=2", "--gen", "tp=2", "--topology", "h200-8,shared"
+    refused = run("simulate", *meshes, "--transport", "nccl")
+    assert refused.code == 2 and refused.err == (
+        "mcore-reshard: nccl takes no GPU twice, and ranks of both sides share 2 of them: auto takes direct within a GPU\n"
+    )
+    counted = run("plan", *meshes, "--json").json["memory"]
+    assert "auto" in counted and "nccl" not in counted
 
 
 def test_memory_is_counted_by_another_process_for_large_plans(

@@ -15,22 +15,22 @@ from mcore_reshard.planner.topology.topology import Topology
 from mcore_reshard.session import member, places
 
 
-def places_of(topology: Topology) -> list[tuple[str, str]]:
-    """(host, GPU) of each rank, training ranks first."""
+def places_of(topology: Topology) -> list[tuple[str, str, int]]:
+    """(host, GPU, its number there) of each rank, training ranks first."""
     ranks = (*topology.train, *topology.gen)
-    return [(topology.hosts[place.host], f"{topology.hosts[place.host]}/GPU-{place.gpu}") for place in ranks]
+    return [(topology.hosts[place.host], f"{topology.hosts[place.host]}/GPU-{place.gpu}", place.gpu) for place in ranks]
 
 
-def be_at(host: str, gpu: str) -> None:
+def be_at(host: str, gpu: str, gpu_number: int = 0) -> None:
     """Say so in all that this process says from now on, of the rank that it has."""
     said = peer_access._own_seat
 
     def own_seat(*args: Any) -> Any:
-        return replace(said(*args), host=host, gpu=gpu)
+        return replace(said(*args), host=host, gpu=gpu, number=gpu_number)
 
     peer_access._own_seat = own_seat
     places.host = lambda: host
-    member.own_place = lambda *_: f"{host}/{gpu}"
+    member.own_place = lambda *_: f"{host}/{gpu}#{gpu_number}"
     nccl_over_gloo.own_gpu = gpu
 
 

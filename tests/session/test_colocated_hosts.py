@@ -41,6 +41,8 @@ CASES = {
                                              hosts="train=a*1+b*1,gen=a*1+b*1+c*1", **FP8),
     "3 unequal hosts": Case("tiny-llama", "tp=2,pp=2", "tp=2,dp=2", machine="h200-8,gpus=2",
                             hosts="train=a*2+b*1+c*1,gen=a*1+b*2+c*1"),
+    "engine ranks beside the trainer's": Case("tiny-llama", "tp=2", "tp=2,dp=2", machine="h200-8,gpus=4",
+                                              hosts="train=a*2,gen=a*2@2+b*2@2"),
     "5 hosts": Case("tiny-llama", "pp=5,layers=1+1+1+1+0", "dp=5", machine=ONE,
                     hosts="train=a*1+b*1+c*1+d*1+e*1,gen=a*1+b*1+c*1+d*1+e*1"),
 }  # fmt: skip

@@ -143,6 +143,21 @@ def test_places_become_a_topology() -> None:
     assert topology.machine.gpus == 2 and topology.machine.nvlink == MACHINES["h100-8"].nvlink
 
 
+def test_a_gpu_has_the_number_that_its_ranks_say_and_else_that_in_which_it_comes() -> None:
+    """By it NCCL knows rails. Containers that see one GPU each all say 0, and a rank may not know."""
+
+    def numbers(*said: str) -> list[int]:
+        topology = topology_of(["other/x", *said], 1)
+        assert topology is not None
+        return [place.gpu for place in topology.gen]
+
+    assert numbers("a/u#7", "a/v#4", "a/u#7") == [7, 4, 7]
+    assert numbers("a/u#0", "a/v#0") == numbers("a/u#7", "a/v") == numbers("a/u", "a/v") == [0, 1]
+    assert numbers("a/u#7", "b/v#0", "b/w#0") == [7, 0, 1]  # host by host
+    topology = topology_of(["a/u#7", "b/v#3"], 1)
+    assert topology is not None and topology.machine.gpus == 8
+
+
 def test_links_are_those_that_the_plan_was_made_for() -> None:
     rack = MACHINES["gb200-nvl72"]
     planned = Topology(rack, ("x",), (Place(0, 0),), (Place(0, 1),))
@@ -172,3 +187,7 @@ def test_ranks_without_gpus_have_places_of_their_own_on_one_host() -> None:
 def test_ranks_of_one_gpu_have_one_place() -> None:
     cuda = torch.device("cuda", 0)
     assert own_place("gen:0", cuda) == own_place("train:0", cuda)
+    numbers = [
+        own_place("gen:0", torch.device("cuda", gpu)).rpartition("#")[2] for gpu in range(torch.cuda.device_count())
+    ]
+    assert sorted(map(int, numbers)) == [*range(len(numbers))]  # of a machine of which all GPUs are visible

@@ -234,7 +234,8 @@ def test_nccl_takes_for_communicators_and_for_each_sender_of_the_host() -> None:
     stages = divide(ScratchBudget(), [2, 2, 2, 2])
     peers_of_four = 4 * 32 * 640
     assert buffer_bytes(2, [0, 1], [], stages, 2) == 2 * (252 + 2 * 320) * 10**6 + 2 * peers_of_four
-    assert buffer_bytes(2, [], [], stages, 2) == 0
+    assert buffer_bytes(4, [], [], stages, 2) == 0  # no member
+    assert buffer_bytes(2, [], [], stages, 2) == 2 * 252 * 10**6 + 2 * peers_of_four  # beside those that exchange bytes
     both = 2 * (252 * 10**6 + 2 * 320 * 10**6 + 32 * 3_100_000) + 2 * peers_of_four
     assert buffer_bytes(2, [0, 1], [3], stages, 2) == both
 

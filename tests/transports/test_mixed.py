@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from helpers import planned_refits
+from helpers.colocated import be_at, places_of
 from helpers.gpu import needs_gpus
 from helpers.plans import TWO_LAYERS, Case
 from helpers.ranks import run_ranks, values
@@ -16,6 +17,7 @@ from helpers.ways import rounds_stand_in, stand_in
 
 from mcore_reshard.kernels.transports import registry
 from mcore_reshard.kernels.transports.mixed import connect_by_pair
+from mcore_reshard.kernels.transports.nccl.connection import NcclConnection
 from mcore_reshard.kernels.transports.peer_access import UNREACHABLE_VARIABLE
 from mcore_reshard.kernels.transports.reach import joined_hops
 
@@ -208,6 +210,36 @@ def test_replicas_pass_on_to_other_hosts_by_nccl(case: Case, trainer: str, engin
     found = values(told)
     assert [ways for ways, _ in found] == [{trainer}] * plan.train.world + [{engine}] * plan.gen.world
     assert [wrong for _, wrong in found] == [{}] * ranks
+
+
+BESIDE = Case("tiny-qwen3-moe", "tp=2,ep=2", "tp=2,dp=2", machine="h200-8,gpus=4", hosts="train=a*2,gen=a*2@2+b*2@2")
+
+
+def beside(number: int, address: str, case: Case, options: Mapping[str, Any]) -> Any:
+    """Refit as `on_gpus` does, and say that the rank is where the case has it; then the ranks of its communicators."""
+    topology = case.plan().topology
+    assert topology is not None
+    be_at(*places_of(topology)[number])
+    joined: list[int] = []
+    join = NcclConnection._join
+
+    def counted(self: NcclConnection, *args: Any) -> Any:
+        joined.append(len(args[2]))
+        return join(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NcclConnection, "_join", counted)
+        return *planned_refits.refit(number, address, case, "cuda", transport="auto", **options), joined
+
+
+@pytest.mark.gpu
+@needs_gpus(1)
+def test_engine_ranks_beside_a_trainer_join_communicators_in_which_they_exchange_nothing() -> None:
+    """What training ranks send to host b leaves by the NICs of GPUs 2 and 3 of host a, those of gen:0 and gen:1."""
+    found = values(run_ranks(6, beside, BESIDE, {"scratch_bytes": 256 << 10}, timeout_s=180.0, method="spawn"))
+    assert [ways for ways, *_ in found] == [{"direct+nccl"}] * 6
+    assert [wrong for _, wrong, _ in found] == [{}] * 6
+    assert [joined for *_, joined in found] == [[6, 6]] * 6  # of two streams
 
 
 def alone_on_a_gpu(number: int, address: str) -> Any:

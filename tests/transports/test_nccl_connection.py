@@ -63,7 +63,7 @@ def join(number: int, address: str, case: Case) -> tuple[Joined, list[str]]:
     found = NcclConnection(
         far_parts(plan, bound), store, timeout_s=30.0, budget=ScratchBudget(192 << 10), shared=shared
     )
-    if any(end.buckets for ends in found.ends for end in ends):
+    if found.is_member:
         found._connect()
     told = {
         (stream, each): (*link.communicators[each].said, link.communicators[each].connects)  # type: ignore[attr-defined]
@@ -76,7 +76,7 @@ def join(number: int, address: str, case: Case) -> tuple[Joined, list[str]]:
 class Refused:
     """A connection on which no part can be prepared: its device is none of CUDA's."""
 
-    device, closed = torch.device("cpu"), True
+    device, closed, is_member = torch.device("cpu"), True, True
 
     def __init__(self, parts: Any, store: Any, **settings: Any) -> None:
         self.ends, self.divisions = [[SimpleNamespace(buckets=(1,))] for _ in parts], [None] * len(parts)
@@ -142,3 +142,14 @@ def test_other_ranks_join_one_communicator_of_each_stream_under_the_same_key(cas
     ranks = check([joined for joined, _ in told], [*range(len(told))])
     assert [*ranks] == [(0, 0), (1, 0)]
     assert ["id/0", "id/1"] in [keys for _, keys in told]
+
+
+def test_a_rank_beside_those_that_send_joins_and_connects_to_nobody() -> None:
+    """gen:1 is on GPU 3 of the trainer's host; gen:3, on GPU 3 of another one, gets bytes by its NIC. GPU 2 has no such peer."""
+    hosts = "train=a*2,gen=a*2@2+b*1+b*1@3"
+    told = [
+        joined for joined, _ in joined_by_all(Case("tiny-llama", "tp=2", "tp=2,dp=2", machine="h200-8", hosts=hosts))
+    ]
+    check(told, [*range(len(told))])
+    assert [len(of_rank) for of_rank in told] == [2, 2, 0, 2, 2, 2]
+    assert [connects for *_, connects in told[3].values()] == [[], []]

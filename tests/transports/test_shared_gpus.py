@@ -69,7 +69,7 @@ APART = [
 def colocated(hosts: int, *, passes_on: bool = True) -> SharedGpus:
     """A GPU on each of so many hosts, with a rank of each side."""
     at = [*range(hosts), *range(hosts)]
-    return SharedGpus.of(at, at, hosts, passes_on=passes_on)
+    return SharedGpus.of(at, at, [0] * 2 * hosts, hosts, passes_on=passes_on)
 
 
 # --- by hand -------------------------------------------------------------------------------------------------------
@@ -121,14 +121,32 @@ def test_pairs_take_all_communicators_that_they_have_about_equally_often(stride:
 
 
 def test_they_are_needed_where_members_of_both_sides_share_a_gpu() -> None:
-    beside = SharedGpus.of("aabb", [0, 1, 1, 2], 2, passes_on=False)
+    beside = SharedGpus.of("aabb", [0, 1, 1, 2], [0, 1, 1, 2], 2, passes_on=False)
     assert beside.is_needed(range(4)) and beside.is_needed([1, 2])
     assert not beside.is_needed([0, 2, 3]) and not beside.is_needed([0, 1, 3])
-    same_side = SharedGpus.of("aabb", [0, 0, 1, 1], 2, passes_on=False)
+    same_side = SharedGpus.of("aabb", [0, 0, 1, 1], [0, 0, 1, 1], 2, passes_on=False)
     assert not same_side.is_needed(range(4))  # NCCL says so itself
     apart = divide(ScratchBudget(), [1, 1, 1, 1])
     assert apart == divide(ScratchBudget(), [1, 1, 1, 1], shared=same_side) and apart.shared is None
     assert divide(ScratchBudget(), [1, 1, 1, 1], shared=beside) == replace(apart, shared=beside)
+
+
+def test_ranks_beside_those_that_send_are_members_on_rails_that_are_reached() -> None:
+    """Trainers on GPUs 0 and 1 of host a, engine ranks on its GPUs 2 and 3; those of host b are the ones that get bytes."""
+    rails = [0, 1, 2, 3, 0, 3]
+    at = SharedGpus.of("aaaabb", range(6), rails, 2, passes_on=False)
+    assert at.members([0, 1, 4, 5]) == (0, 1, 3, 4, 5)
+    assert at.members([0, 1, 4]) == (0, 1, 4)
+    assert at.members([2, 3, 4, 5]) == (2, 3, 4, 5)  # nobody sends from a
+    apart = SharedGpus.of(range(6), range(6), rails, 2, passes_on=False)  # each GPU counts as a host
+    assert apart.members([0, 1, 4, 5]) == (0, 1, 4, 5)
+
+
+def test_where_gpus_are_shared_training_ranks_of_hosts_that_send_are_members() -> None:
+    """A communicator has one side of a host: an engine rank on GPU 1 of host a would not do for what leaves by its NIC."""
+    at = SharedGpus.of("aabb" * 2, [*range(4)] * 2, [0, 1] * 4, 4, passes_on=False)
+    assert at.members([0, 2, 4, 6]) == (0, 2, 4, 6)  # only GPUs 0 get bytes
+    assert at.members([0, 2, 4, 5, 6, 7]) == (0, 1, 2, 3, 4, 5, 6, 7)
 
 
 def test_each_digit_has_a_stream_and_so_have_replicas() -> None:
@@ -157,12 +175,13 @@ def test_each_digit_has_a_stream_and_so_have_replicas() -> None:
 
 
 def test_cells_are_hosts_unless_nccl_is_needed_within_one() -> None:
-    at = Reach({}, ("a", "a", "b", "a", "a", "b"), ("0", "1", "0", "0", "1", "0"), None)  # three ranks of each side
+    at = Reach({}, ("a", "a", "b", "a", "a", "b"), ("0", "1", "0", "0", "1", "0"), (0, 1, 0, 0, 1, 0), None)
+    rails = (0, 1, 0, 0, 1, 0)  # three ranks of each side
     between, within, on_one_gpu = ([RankPair(0, gen, 0)] for gen in (2, 1, 0))
     of_hosts = _shared_gpus(at, between, 3, joins=True)
     of_gpus = _shared_gpus(at, between + within, 3, joins=False)
-    assert of_hosts == SharedGpus((0, 0, 1, 0, 0, 1), (0, 1, 2, 0, 1, 2), 3, True)
-    assert of_gpus == SharedGpus((0, 1, 2, 0, 1, 2), (0, 1, 2, 0, 1, 2), 3, False)
+    assert of_hosts == SharedGpus((0, 0, 1, 0, 0, 1), (0, 1, 2, 0, 1, 2), rails, 3, True)
+    assert of_gpus == SharedGpus((0, 1, 2, 0, 1, 2), (0, 1, 2, 0, 1, 2), rails, 3, False)
     assert _shared_gpus(at, between + on_one_gpu, 3, joins=False) is None  # as if nobody knew: NCCL may refuse
     assert _shared_gpus(at, [*between, RankPair(0, 1, 1)], 3, joins=True) == of_hosts  # replicas have their own
 

@@ -53,8 +53,6 @@ def buffer_bytes(
     `domains` has the NVLink domain of each group rank: its host, or a rack. By default up to 8 ranks are in one; of more,
     those of one side alone.
     """
-    if not senders and not receivers:
-        return 0
     channels = min(CHANNELS, most_ctas(division.streams) or CHANNELS)
     nbytes = 0
     for number, members in division.communicators().items():

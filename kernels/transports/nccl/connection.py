@@ -87,6 +87,7 @@ class NcclConnection:
         self.rank_name, self._schedule = parts[0][0].rank_name, parts[0][0].schedule
         devices = (bound.device for part in parts for bound in part if bound.device is not None)
         self.device = next(devices, torch.device("cpu"))
+        self._own = group_rank(self._schedule, self._schedule.world, self._schedule.rank)
         self._exchange = StoreExchange(store, self.rank_name, group_names(self._schedule), timeout_s)
         self.budget = budget
         self.runs = 0  # of all parts
@@ -110,6 +111,11 @@ class NcclConnection:
     def scratch_bytes(self) -> int:
         """Device memory of the slots. The kernels' tables and NCCL's own buffers come on top."""
         return sum(slot.tensor.numel() for slot in self.slots.values())
+
+    @property
+    def is_member(self) -> bool:
+        """Whether the rank exchanges bytes, or others of its host do by its NIC."""
+        return self._own in self.divisions[0].members
 
     def prepare(self, rounds: Sequence[Sequence[Round]]) -> None:
         """Allocate the slots that the rounds of the parts need, and connect all pairs of ranks that exchange bytes."""
@@ -238,8 +244,7 @@ class NcclConnection:
 
     def _connect(self) -> None:
         """Join the communicators, all at the same time, and connect every pair in them."""
-        schedule = self._schedule
-        me = group_rank(schedule, schedule.world, schedule.rank)
+        me = self._own
         members = {number: ranks for number, ranks in self.divisions[0].communicators().items() if me in ranks}
         first: dict[tuple[int, int, bool], Waiting] = {}  # for the first bucket to or from each member
         streams_of: dict[tuple[int, int, bool], set[int]] = {}
@@ -255,7 +260,7 @@ class NcclConnection:
                     way = number, members[number].index(end.first_peer + peer), end.sends
                     first.setdefault(way, waiting)
                     streams_of.setdefault(way, set()).update(division.streams_of(turn, number))
-        waits = self._first_due = _one_of_each([*first.values()])
+        waits = self._first_due = _one_of_each([*first.values()]) or (self._forwards(),)
         division = self.divisions[0]
         # torch hands out 32 in turn: those of the links are others.
         self.stream, self.notes = torch.cuda.Stream(), torch.cuda.Stream()
@@ -291,6 +296,11 @@ class NcclConnection:
         unique_id = fetch(store, key, owner, _parse_unique_id, timeout_s=self.timeout_s)
         ctas = most_ctas(self.divisions[0].streams)
         return NcclCommunicator(unique_id, members.index(me), len(members), waiting, most_ctas=ctas)
+
+    def _forwards(self) -> Waiting:
+        """The wait of a rank that exchanges nothing itself."""
+        other = next(rank for rank in self.divisions[0].members if rank != self._own)
+        return Waiting(self.rank_name, group_names(self._schedule)[other], 0, "what leaves by this GPU's NIC", False)
 
     def _wait_for(self, where: Waits, has_happened: Callable[[], bool]) -> None:
         self.wait(has_happened, lambda: where, EventPoller(self.timeout_s))

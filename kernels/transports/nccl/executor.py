@@ -69,7 +69,7 @@ def connect_nccl(
     executors = [NcclExecutor(connection, part, number) for number, part in enumerate(parts)]
     connection.executors = executors
     with connection.give_up_on_error():
-        if any(end.buckets for ends in connection.ends for end in ends):
+        if connection.is_member:
             with torch.cuda.device(connection.device):
                 connection.prepare([executor.cut_rounds() for executor in executors])
                 for executor in executors:

@@ -34,6 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcore_reshard.kernels.transports.rounds import choice_of
+from mcore_reshard.planner.plan.rails import with_forwarders
 
 Ints = NDArray[np.int64]
 
@@ -44,15 +45,29 @@ class SharedGpus:
 
     cells: tuple[int, ...]  # the host of each, or the GPU: over nccl a trainer sends nothing within its cell
     gpus: tuple[int, ...]  # the GPU of each
+    rails: tuple[int, ...]  # the number of that GPU on its host
     train_ranks: int
     passes_on: bool  # whether replicas pass on over nccl
 
     @classmethod
     def of(
-        cls, cells: Iterable[Hashable], gpus: Iterable[Hashable], train_ranks: int, *, passes_on: bool
+        cls,
+        cells: Iterable[Hashable],
+        gpus: Iterable[Hashable],
+        rails: Iterable[int],
+        train_ranks: int,
+        *,
+        passes_on: bool,
     ) -> SharedGpus:
         """The record of ranks whose cells and GPUs have these names."""
-        return cls(_numbered(cells), _numbered(gpus), train_ranks, passes_on)
+        return cls(_numbered(cells), _numbered(gpus), tuple(rails), train_ranks, passes_on)
+
+    def members(self, exchanging: Iterable[int]) -> tuple[int, ...]:
+        """The group ranks that need communicators if these exchange bytes, ascending: see `with_forwarders`."""
+        ranks = np.arange(len(self.gpus))
+        places = np.array(self.cells), np.array(self.gpus), np.array(self.rails)
+        found = with_forwarders(np.isin(ranks, [*exchanging]), ranks < self.train_ranks, *places, relays=self.passes_on)
+        return tuple(np.flatnonzero(found).tolist())
 
     def is_needed(self, members: Iterable[int]) -> bool:
         """Whether ranks of both sides share a GPU, among these group ranks."""

@@ -112,7 +112,7 @@ class Division:
 
     bucket_bytes: int
     budget: ScratchBudget
-    members: tuple[int, ...]  # group ranks that have peers, ascending
+    members: tuple[int, ...]  # group ranks that have peers, or beside them a NIC that those use, ascending
     keeps_streams: bool  # whether a pair keeps to one stream
     hops: tuple[HopKind, ...] = ()  # in which replicas send as well
     of_shares: int = 1  # so many times smaller are buckets that they send within their domain
@@ -349,14 +349,15 @@ def divide(
     MiB. Where replicas send as well, in these `hops`, a slot has up to 48, and pairs keep a pace. So they do where a rank has
     many peers: 48 or more. Then slots have 7 places, but 48 for up to 127 peers in a refit of 16 `parts` or more. Where many
     peers have replicas that send within their domain alone, slots have 12 places, and pairs keep no pace. `members` are the
-    ranks with peers in any part, by default in this one. Where those of both sides share GPUs (`shared`), there may be more
-    streams.
+    ranks with peers in any part, by default in this one. `shared` says which ranks are beside them, and may forward. Where
+    ranks of both sides share GPUs, there may be more streams.
     Raises ValueError if less than one element fits.
     """
     with_peers = tuple(rank for rank, count in enumerate(pairs) if count)
     members = members or with_peers
-    if shared is not None and not shared.is_needed(members):
-        shared = None
+    if shared is not None:
+        members = shared.members(members)
+        shared = shared if shared.is_needed(members) else None
     counts = [pairs[rank] for rank in with_peers] or [1]
     has_many = max(counts) >= _SO_MANY_PEERS
     has_little = has_many and max(counts) < _FEWER_PEERS and parts >= _SO_MANY_PARTS
