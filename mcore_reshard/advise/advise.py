@@ -104,22 +104,23 @@ def advise(request: PlanRequest, topology: Topology, *, pxn: bool = True) -> Adv
         parts = placed(layout, train_model, train_mesh.world)
         leaving = float(send_shares(parts, train_mesh.world).max())
         train_sides.append(_Side(train_mesh, int(trainer_bytes(parts, train_model.dtype, train_mesh).max()), leaving))
-    least_engine = min(side.nbytes for side in gen_sides) if shared else 0
-    train_room = gpu_bytes * (1 - ACTIVATIONS) - least_engine
-    least_trainer = min(side.nbytes for side in train_sides) if shared else 0
-    gen_room = gpu_bytes * (1 - KV_CACHE) - least_trainer
-    if problems := [
-        *_misfits(train_sides, train_room, "training", gpu_bytes),
-        *_misfits(gen_sides, gen_room, "generation", gpu_bytes),
-    ]:
+    train_room, gen_room = gpu_bytes * (1 - ACTIVATIONS), gpu_bytes * (1 - KV_CACHE)
+    problems = _misfits(gen_sides, gen_room, "generation", gpu_bytes)
+    beside = ""
+    if shared and not problems:
+        train_room -= min(side.nbytes for side in gen_sides)
+        beside = " beside the smallest engine"
+    if problems := [*_misfits(train_sides, train_room, "training", gpu_bytes, beside), *problems]:
         raise InputError(problems)
+    if shared:
+        gen_room -= min(side.nbytes for side in train_sides)
     fitting_trains = [side for side in train_sides if side.nbytes <= train_room]
     fitting_gens = [side for side in gen_sides if side.nbytes <= gen_room]
     pairs: list[tuple[Advice, Plan]] = []
     for gen in _short_list(fitting_gens, _GEN_MESHES):
         room = gpu_bytes * (1 - KV_CACHE) - gen.nbytes if shared else train_room
-        beside = [side for side in fitting_trains if side.nbytes <= room]
-        tried = [_advice(request, topology, train, gen, pxn=pxn) for train in _short_list(beside, _TRAIN_MESHES)]
+        with_gen = [side for side in fitting_trains if side.nbytes <= room]
+        tried = [_advice(request, topology, train, gen, pxn=pxn) for train in _short_list(with_gen, _TRAIN_MESHES)]
         pairs += sorted(tried, key=lambda pair: pair[0].bound_seconds)[:1]
     pairs.sort(key=lambda pair: pair[0].bound_seconds)
     simulated = [
@@ -152,14 +153,14 @@ def _held_by(engine: Engine, model: ModelParameters, precision: Precision) -> Mo
     return replace(model, groups=tuple(groups))
 
 
-def _misfits(sides: Sequence[_Side], room: float, side: str, gpu_bytes: int) -> list[str]:
-    """What the smallest mesh takes, where none fits."""
+def _misfits(sides: Sequence[_Side], room: float, side: str, gpu_bytes: int, beside: str = "") -> list[str]:
+    """What the smallest mesh takes, where none fits; `beside` names what else is on its GPUs."""
     least = min(each.nbytes for each in sides)
     if least <= room:
         return []
     return [
         f"no {side} mesh fits: the smallest takes {size(least)} of each GPU, and {size(room)} of"
-        f" {size(gpu_bytes)} are for it: give more GPUs"
+        f" {size(gpu_bytes)} are for it{beside}: give more GPUs"
     ]
 
 

@@ -213,6 +213,26 @@ def test_too_few_gpus_are_refused_with_what_the_smallest_mesh_takes() -> None:
     assert [problem.split(" mesh ")[0] for problem in error.value.problems] == ["no training", "no generation"]
 
 
+def test_a_trainer_that_does_not_fit_on_shared_gpus_is_all_that_is_refused() -> None:
+    """The engine would fit beside a smaller trainer: it has no line. 0.7 * 141 GB less its 15.3 GB are for the trainer."""
+    for config, gpus, topology, room in [
+        ("qwen3-30b-a3b", 4, "h200-8,shared", "83.4 GB of 141 GB"),
+        ("llama-3.1-8b", 1, "h100-8,shared", "39.9 GB of 80.0 GB"),
+    ]:
+        with pytest.raises(InputError) as error:
+            advised_on(config, gpus, gpus, topology)
+        (problem,) = error.value.problems
+        assert problem.startswith("no training mesh fits")
+        assert problem.endswith(f"{room} are for it beside the smallest engine: give more GPUs")
+
+
+def test_where_neither_side_fits_on_shared_gpus_each_is_told_what_it_would_have_alone() -> None:
+    with pytest.raises(InputError) as error:
+        advised_on("deepseek-v3", 8, 8, "h200-8,shared")
+    assert [problem.split(" mesh ")[0] for problem in error.value.problems] == ["no training", "no generation"]
+    assert all("and 98.7 GB of 141 GB are for it: give" in problem for problem in error.value.problems)
+
+
 def test_the_reason_says_what_is_busy_and_how_many_copies_there_are() -> None:
     (pair, *_) = advised_on("llama-3.1-8b", 8, 1).pairs
     assert pair.reason.startswith("16.1 GB enter by NIC; each byte once")
