@@ -96,7 +96,7 @@ def _measured(args: argparse.Namespace, plan: Plan, problems: list[str]) -> Meas
     if not args.measured:
         return None
     try:
-        return read_measured(args.measured, plan.train.world, plan.gen.world, plan.train.pp)
+        return read_measured(args.measured, plan)
     except MeasuredError as error:
         problems.append(str(error))
         return None

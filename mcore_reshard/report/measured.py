@@ -13,8 +13,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from mcore_reshard.planner.plan.plan import Plan
+
 _GEN_PROCESSES = 1_000_000  # as mcore_reshard/session/trace_events.py numbers processes
 _MAX_BYTES = 512 << 20
+_FILES_NAMED = 8  # in an error
 
 
 class MeasuredError(ValueError):
@@ -48,14 +51,16 @@ class Measured:
         return max((stage.end_s for stage in self.stages), default=0.0)
 
 
-def read_measured(paths: Sequence[str], train_ranks: int, gen_ranks: int, stages: int) -> Measured:
-    """The last refit that is committed in every trace which has one. Raises MeasuredError."""
+def read_measured(paths: Sequence[str], plan: Plan) -> Measured:
+    """The last refit by this plan that is committed in every trace which has one. Raises MeasuredError."""
+    by_path = {path: [*_events_of(path)] for path in paths}
+    _require_plan(by_path, plan.digest)
     events: dict[int, list[dict[str, Any]]] = defaultdict(list)
-    for path in paths:
-        for event in _events_of(path):
-            _check(path, event, train_ranks, gen_ranks, stages)
+    for path, of_path in by_path.items():
+        for event in of_path:
+            _check_place(path, event, plan)
             events[event["pid"]].append(event)
-    refits = {process: _committed(of_rank) for process, of_rank in events.items()}
+    refits = {process: _committed(of_rank, plan.digest) for process, of_rank in events.items()}
     numbers = [set(of_rank) for of_rank in refits.values() if of_rank]
     common = set.intersection(*numbers) if numbers else set()
     if not common:
@@ -86,22 +91,59 @@ def _events_of(path: str) -> Iterable[dict[str, Any]]:
     events = value.get("traceEvents") if isinstance(value, dict) else None
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
         raise MeasuredError(f"{path}: no trace: `trainer.write_trace(path)` writes one, an object with traceEvents")
-    return [event for event in events if event.get("ph") == "X"]
+    spans = [event for event in events if event.get("ph") == "X"]
+    for span in spans:
+        _check(path, span)
+    return spans
 
 
-def _check(path: str, event: Mapping[str, Any], train_ranks: int, gen_ranks: int, stages: int) -> None:
-    process, row = event.get("pid"), event.get("tid")
+def _require_plan(by_path: Mapping[str, Iterable[dict[str, Any]]], digest: str) -> None:
+    """Raise MeasuredError where a rank has committed refits, and none of them by the plan with this digest."""
+    others: dict[str, dict[str, None]] = defaultdict(dict)  # files by the digest in them
+    for path, events in by_path.items():
+        plans: dict[int, list[str]] = defaultdict(list)
+        for event in filter(_is_committed, events):
+            plans[event["pid"]].append(event["args"].get("plan", ""))
+        for of_rank in plans.values():
+            if digest not in of_rank:
+                others[of_rank[-1]][path] = None
+    if others:
+        found = "; ".join(f"{_digest_text(other)} in {_files_text([*files])}" for other, files in others.items())
+        raise MeasuredError(
+            f"traces are not of this plan, which has digest {digest}. Found: {found}. Give the plan of the session that"
+            " wrote them: `trainer.plan.save(path)` writes it"
+        )
+
+
+def _digest_text(digest: str) -> str:
+    return f"digest {digest[:64]}" if digest else "no digest (an earlier release wrote none)"
+
+
+def _files_text(paths: Sequence[str]) -> str:
+    more = len(paths) - _FILES_NAMED
+    return ", ".join(paths[:_FILES_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _check(path: str, event: Mapping[str, Any]) -> None:
+    """Raise MeasuredError for a span that `write_trace` would not write."""
     times: list[Any] = [event.get("ts"), event.get("dur")]
     arguments = event.get("args")
     if (
-        type(process) is not int
-        or type(row) is not int
+        type(event.get("pid")) is not int
+        or type(event.get("tid")) is not int
         or not isinstance(event.get("name"), str)
         or not isinstance(arguments, dict)
         or not all(type(t) in (int, float) and 0 <= t < 1e18 for t in times)
         or type(arguments.get("bytes", 0)) is not int
+        or not isinstance(arguments.get("plan", ""), str)
     ):
         raise MeasuredError(f"{path}: a span is damaged: {str(event)[:200]}")
+
+
+def _check_place(path: str, event: Mapping[str, Any], plan: Plan) -> None:
+    """Raise MeasuredError for a rank or a stage that the plan has not: of replicas that joined later, for one."""
+    process, row = event["pid"], event["tid"]
+    train_ranks, gen_ranks, stages = plan.train.world, plan.gen.world, plan.train.pp
     rank, ranks = (process % _GEN_PROCESSES, gen_ranks) if process >= _GEN_PROCESSES else (process, train_ranks)
     if not (0 <= rank < ranks and process < 2 * _GEN_PROCESSES):
         raise MeasuredError(
@@ -112,17 +154,21 @@ def _check(path: str, event: Mapping[str, Any], train_ranks: int, gen_ranks: int
         raise MeasuredError(f"{path}: stage {row - 1} is none of the plan's {stages}: give the plan of that session")
 
 
-def _committed(events: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Committed refits of one rank by name; a version that was refitted twice counts with its last time."""
-    return {
-        event["name"]: event
-        for event in sorted(events, key=lambda event: float(event["ts"]))
-        if event["tid"] == 0
+def _committed(events: Iterable[dict[str, Any]], digest: str) -> dict[str, dict[str, Any]]:
+    """Committed refits of one rank by this plan, by name; a version that was refitted twice counts with its last time."""
+    by_plan = [event for event in events if _is_committed(event) and event["args"].get("plan") == digest]
+    return {event["name"]: event for event in sorted(by_plan, key=lambda event: float(event["ts"]))}
+
+
+def _is_committed(event: Mapping[str, Any]) -> bool:
+    """Whether this is the span of a committed refit."""
+    return (
+        event["tid"] == 0
         and event["args"].get("outcome") == "committed"
         and event["name"].startswith("refit ")
         and event["name"][6:].isdecimal()
         and len(event["name"]) < 30
-    }
+    )
 
 
 def _inside(events: Iterable[dict[str, Any]], refit: Mapping[str, Any]) -> Iterable[dict[str, Any]]:

@@ -263,8 +263,8 @@ class _Page:
         received = sum(stage.received for stage in measured.stages)
         if not missing and received != int(plan.recv_bytes.sum()):
             self.text(
-                f"They received {size(received)}, the plan says {size(int(plan.recv_bytes.sum()))}: is it the plan of"
-                " that session?"
+                f"They received {size(received)}, the plan says {size(int(plan.recv_bytes.sum()))}: refits between other"
+                " hosts, to fewer replicas, or without frozen parameters move other bytes."
             )
         known = {stage.pp_stage: stage for stage in measured.stages}
         spans = charts.stage_spans(simulation) if simulation is not None else {}

@@ -3,7 +3,7 @@
     record.enters(store)                        # from then on the rank's news are on the store, under seen/<seat>
     with record.attempt("refit", 1), record.phase("bulk"):
         ...
-    record.committed(report, epoch)
+    record.committed(report, plan.digest, epoch, "gloo")
 
 Phases may lie in each other. Each counts its own time alone, so that the seconds of all phases add up.
 """
@@ -42,6 +42,7 @@ class Attempt:
     end: float | None = None  # None: under way
     version: int | None = None
     outcome: str = ""  # committed, or the cause of a failure
+    plan: str = ""  # of a committed refit: the digest of the plan that the rank was given
     phases: list[tuple[str, float, float]] = field(default_factory=list)
     stages: Sequence[StageReport] = ()
 
@@ -103,8 +104,8 @@ class Record:
         said: dict[str, Any] = {"epoch": epoch, "members": members, "replicas": replica_list, "transport": transport}
         self._log("epoch_connected", **said, seconds=seconds)
 
-    def committed(self, report: Any, epoch: str, misc_transport: str) -> None:
-        """A refit has succeeded; `report` is its RefitReport."""
+    def committed(self, report: Any, plan: str, epoch: str, misc_transport: str) -> None:
+        """A refit has succeeded; `report` is its RefitReport, `plan` the digest of the plan that the rank was given."""
         self.counts["committed"] += 1
         if report.nbytes:
             self.nbytes["bulk", report.transport] += report.nbytes
@@ -112,7 +113,7 @@ class Record:
             self.nbytes["misc", misc_transport] += report.misc_bytes
         self._failure = None
         if (attempt := self._end("committed")) is not None:
-            attempt.version, attempt.stages = report.version, report.stages
+            attempt.version, attempt.stages, attempt.plan = report.version, report.stages, plan
         self._publish()
         said = {"version": report.version, "epoch": epoch, "transport": report.transport, "attempts": report.attempts}
         moved = {"seconds": report.seconds, "bytes": report.nbytes, "misc_bytes": report.misc_bytes}

@@ -134,7 +134,8 @@ class Refitter(Member):
             report = RefitReport(
                 version, moved_by, program.moved, nbytes, misc_bytes, seconds, stages, state, replicas, attempts
             )
-            self._record.committed(report, connection.epoch, "golden" if names is None else "gloo")
+            by_name = "golden" if names is None else "gloo"
+            self._record.committed(report, self._part.plan_digest, connection.epoch, by_name)
             return report
 
         outcome: Future[RefitReport] = Future()

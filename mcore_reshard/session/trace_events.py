@@ -52,7 +52,8 @@ def _spans(attempt: Attempt) -> Iterator[tuple[str, int, float, float, dict[str,
     """(name, row, start, end, arguments): the attempt, then what lies in it."""
     assert attempt.end is not None
     name = attempt.kind if attempt.version is None else f"{attempt.kind} {attempt.version}"
-    yield name, 0, attempt.start, attempt.end, {"outcome": attempt.outcome, "attempt": attempt.number}
+    of_plan = {"plan": attempt.plan} if attempt.plan else {}
+    yield name, 0, attempt.start, attempt.end, {"outcome": attempt.outcome, "attempt": attempt.number, **of_plan}
     for phase, start, end in sorted(attempt.phases, key=lambda each: (each[1], -each[2])):
         yield phase, 0, start, min(end, attempt.end), {}
     for stage in attempt.stages:

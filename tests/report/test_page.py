@@ -332,7 +332,7 @@ def test_a_live_refit_stands_beside_what_was_predicted(
     with capsys.disabled():  # ranks want a real stderr
         said = values(run_ranks(4, traced_refits, str(path), str(tmp_path)))
     traces = [str(tmp_path / f"{world}-{rank}.json") for world in ("train", "gen") for rank in (0, 1)]
-    measured = read_measured(traces, 2, 2, 2)
+    measured = read_measured(traces, plan)
     assert measured.name == "refit 2" and measured.ranks == ("train:0", "train:1", "gen:0", "gen:1")
     assert [stage.received for stage in measured.stages] == [nbytes for _, _, nbytes in plan.stage_totals]
     assert sum(stage.sent for stage in measured.stages) == sum(said[:2]) == plan.send_bytes.sum()
@@ -340,7 +340,7 @@ def test_a_live_refit_stands_beside_what_was_predicted(
     joined = tmp_path / "all.json"
     events = [event for trace in traces for event in json.loads(Path(trace).read_text())["traceEvents"]]
     joined.write_text(json.dumps({"traceEvents": events}))
-    assert read_measured([str(joined)], 2, 2, 2) == measured
+    assert read_measured([str(joined)], plan) == measured
     report = run("report", path, "-o", out, "--topology", "h200-8", "--measured", *traces, "--json").json
     assert report["measured_seconds"] == measured.moving_s and report["predicted_seconds"] > 0
     page = Page(out.read_text())
@@ -353,15 +353,71 @@ def test_a_live_refit_stands_beside_what_was_predicted(
     assert [base + width for base, width in zip(bars["base"], bars["x"], strict=True)] == pytest.approx(
         [stage.end_s / unit for stage in measured.stages], rel=1e-4
     )
-    assert f"as {len(traces)} ranks saw it." in page.text and "is it the plan of that session" not in page.text
-    other = plan_of(["tiny-qwen3-moe", "--train", "pp=2", "--gen", "tp=2"])  # the same ranks, another plan
-    run("report", other, "-o", out, "--measured", *traces)
-    assert "is it the plan of that session" in Page(out.read_text()).text
+    assert f"as {len(traces)} ranks saw it." in page.text and "They received" not in page.text
     run("report", path, "-o", out, "--measured", *traces[:3])
     assert "1 wrote no trace of it" in Page(out.read_text()).text
+    other = plan_of(["tiny-qwen3-moe", "--train", "pp=2", "--gen", "tp=2"])  # the same ranks, another plan
+    refused = run("report", other, "-o", tmp_path / "none.html", "--measured", *traces)
+    assert refused.code == 2 and not (tmp_path / "none.html").exists()
+    said = " ".join(refused.err.split())
+    assert f"this plan, which has digest {load_plan(other).digest}" in said
+    assert f"Found: digest {plan.digest} in {', '.join(traces)}. Give the plan of the session" in said
 
 
-SPAN = {"name": "refit 1", "ph": "X", "pid": 0, "tid": 0, "ts": 1.0, "dur": 2.0, "args": {"outcome": "committed"}}
+PLANNED = "0" * 64  # in spans: the digest of the plan that the test gives
+SPAN = {
+    "name": "refit 1", "ph": "X", "pid": 0, "tid": 0, "ts": 1.0, "dur": 2.0,
+    "args": {"outcome": "committed", "plan": PLANNED},
+}  # fmt: skip
+STAGE = {**SPAN, "name": "stage 0", "tid": 1, "args": {"bytes": 7}}
+
+
+def trace_file(path: Path, plan: Path, spans: list[Any]) -> str:
+    """A trace of a session that was given this plan."""
+    path.write_text(json.dumps({"traceEvents": spans}).replace(PLANNED, load_plan(plan).digest))
+    return str(path)
+
+
+def test_a_trace_of_another_plan_is_refused_beside_traces_of_this_one(
+    run: Run, plan_of: Callable[[list[str]], Path], tmp_path: Path
+) -> None:
+    path, other = plan_of(MOE), plan_of(HYBRID)
+    ours = trace_file(tmp_path / "ours.json", path, [SPAN])
+    theirs = trace_file(tmp_path / "theirs.json", other, [SPAN])
+    old = trace_file(tmp_path / "old.json", path, [{**SPAN, "args": {"outcome": "committed"}}])
+    digests = [load_plan(each).digest for each in (path, other)]
+    with pytest.raises(MeasuredError) as error:
+        read_measured([ours, theirs, old], load_plan(path))
+    assert str(error.value).startswith(
+        f"traces are not of this plan, which has digest {digests[0]}. Found: digest {digests[1]} in {theirs}; no digest (an"
+        f" earlier release wrote none) in {old}. Give the plan"
+    )
+    # A rank that took over from a trainer with another plan has refits of both: those of this plan count.
+    later = {**SPAN, "name": "refit 2", "ts": 5.0, "args": {"outcome": "committed", "plan": digests[1]}}
+    both = trace_file(tmp_path / "both.json", path, [SPAN, later])
+    assert read_measured([both], load_plan(path)).name == "refit 1"
+    assert read_measured([both], load_plan(other)).name == "refit 2"
+
+
+def test_the_plan_file_that_a_session_was_given_is_the_one_to_give_also_where_it_planned_anew(
+    run: Run, plan_of: Callable[[list[str]], Path], tmp_path: Path
+) -> None:
+    """A trace has the digest of what the ranks were given, whatever they made of it for their hosts."""
+    path, out = plan_of(MOE), tmp_path / "report.html"
+    outcome = run(
+        "report", path, "-o", out, "--topology", "h200-8", "--measured", trace_file(tmp_path / "t", path, [SPAN])
+    )
+    assert outcome.code == 0 and "a session plans anew" in " ".join(outcome.out.split())
+
+
+def test_other_bytes_than_planned_are_said(plan_of: Callable[[list[str]], Path], tmp_path: Path) -> None:
+    path = plan_of(["tiny-qwen3-moe", "--train", "tp=1", "--gen", "tp=1"])
+    plan = load_plan(path)
+    engine = [{**span, "pid": 1_000_000} for span in (SPAN, STAGE)]
+    measured = read_measured([trace_file(tmp_path / "t.json", path, [SPAN, STAGE, *engine])], plan)
+    proof = plan.prove()
+    page = Page(report_page(plan, proof, summarize(plan, proof), None, None, measured))
+    assert f"They received 7 B, the plan says {size(plan.bulk_bytes)}: refits between other hosts" in page.text
 
 
 @pytest.mark.parametrize(
@@ -373,6 +429,7 @@ SPAN = {"name": "refit 1", "ph": "X", "pid": 0, "tid": 0, "ts": 1.0, "dur": 2.0,
         (json.dumps({"traceEvents": []}), "no committed refit"),
         (json.dumps({"traceEvents": [{**SPAN, "ts": "now"}]}), "a span is damaged"),
         (json.dumps({"traceEvents": [{**SPAN, "dur": float("nan")}]}), "a span is damaged"),
+        (json.dumps({"traceEvents": [{**SPAN, "args": {"plan": 7}}]}), "a span is damaged"),
         (json.dumps({"traceEvents": [{**SPAN, "pid": 8}]}), "train:8 is no rank of the plan"),
         (json.dumps({"traceEvents": [{**SPAN, "pid": 1_000_004}]}), "gen:4 is no rank of the plan"),
         (json.dumps({"traceEvents": [{**SPAN, "tid": 3}]}), "stage 2 is none of the plan's 2"),
@@ -382,19 +439,18 @@ SPAN = {"name": "refit 1", "ph": "X", "pid": 0, "tid": 0, "ts": 1.0, "dur": 2.0,
 def test_a_damaged_trace_is_one_clear_error(
     run: Run, plan_of: Callable[[list[str]], Path], tmp_path: Path, content: str, expected: str
 ) -> None:
-    trace, out = tmp_path / "trace.json", tmp_path / "report.html"
-    trace.write_text(content)
-    outcome = run("report", plan_of(MOE), "-o", out, "--measured", trace)
+    trace, out, path = tmp_path / "trace.json", tmp_path / "report.html", plan_of(MOE)
+    trace.write_text(content.replace(PLANNED, load_plan(path).digest))
+    outcome = run("report", path, "-o", out, "--measured", trace)
     assert outcome.code == 2 and expected in outcome.err and str(trace) in outcome.err
     assert not out.exists() and "Traceback" not in outcome.err
 
 
-def test_an_undamaged_trace_is_read(tmp_path: Path) -> None:
-    trace = tmp_path / "trace.json"
-    trace.write_text(json.dumps({"traceEvents": [SPAN]}))
-    assert read_measured([str(trace)], 1, 1, 1).seconds == 2e-6
+def test_an_undamaged_trace_is_read(plan_of: Callable[[list[str]], Path], tmp_path: Path) -> None:
+    path = plan_of(MOE)
+    assert read_measured([trace_file(tmp_path / "trace.json", path, [SPAN])], load_plan(path)).seconds == 2e-6
     with pytest.raises(MeasuredError, match="cannot be read"):
-        read_measured([str(tmp_path / "none.json")], 1, 1, 1)
+        read_measured([str(tmp_path / "none.json")], load_plan(path))
 
 
 def test_wrong_input_is_named_all_at_once(run: Run, plan_of: Callable[[list[str]], Path], tmp_path: Path) -> None:
@@ -410,8 +466,8 @@ def test_wrong_input_is_named_all_at_once(run: Run, plan_of: Callable[[list[str]
 def test_the_page_does_not_take_the_place_of_its_plan_or_of_a_trace(
     run: Run, plan_of: Callable[[list[str]], Path], tmp_path: Path
 ) -> None:
-    plan, trace = plan_of(MOE), tmp_path / "trace.json"
-    trace.write_text(json.dumps({"traceEvents": [SPAN]}))
+    plan = plan_of(MOE)
+    trace = Path(trace_file(tmp_path / "trace.json", plan, [SPAN]))
     for out in (plan, trace):
         before = out.read_bytes()
         outcome = run("report", plan, "-o", out, "--measured", trace)
