@@ -49,14 +49,14 @@ def pair_charts(pairs: PairBytes, topology: Topology | None) -> Iterator[Chart]:
 
 
 def stage_chart(plan: Plan, simulation: Simulation) -> Chart:
-    """A Gantt chart: when the bytes of each stage are under way, and how many at a time."""
-    messages, stages = simulation.messages, plan.train.pp
-    row = messages.hop.astype(np.int64) * stages + messages.stage
+    """A Gantt chart: when the bytes of each stage move, and how fast."""
+    flow, stages = simulation.flow, plan.train.pp
+    row = flow.hop.astype(np.int64) * stages + flow.stage
     used = np.unique(row).tolist()
-    speeds = rates(messages, np.searchsorted(used, row), len(used), simulation.seconds)
+    speeds = rates(flow, np.searchsorted(used, row), len(used))
     hops = ["", *(f", {_HOPS[hop]}" for hop in plan.later_hops)]
     names = [f"stage {number % stages}{hops[number // stages]}" for number in used]
-    text = "Each row is a pipeline stage of the trainer. Color says how many bytes a second are under way."
+    text = "Each row is a pipeline stage of the trainer. Color says how many bytes a second move."
     if simulation.merged > 1:
         text += f" Every {simulation.merged} messages between two ranks were simulated as one."
     times, time_unit = _step_times(simulation.seconds)
@@ -73,7 +73,7 @@ def stage_chart(plan: Plan, simulation: Simulation) -> Chart:
 
 def throughput_chart(simulation: Simulation) -> Chart:
     """Bytes a second over time by route."""
-    speeds = rates(simulation.messages, simulation.messages.route, len(ROUTES), simulation.seconds)
+    speeds = rates(simulation.flow, simulation.flow.route, len(ROUTES))
     times, time_unit = _step_times(simulation.seconds)
     scale, unit = bytes_unit(float(speeds.max(initial=0.0)))
     traces = [
@@ -90,7 +90,8 @@ def throughput_chart(simulation: Simulation) -> Chart:
         "hovermode": "x unified",
         "showlegend": True,
     }
-    return Chart("Bytes a second", "All ranks together, by what the bytes cross.", traces, layout, height=260)
+    text = "All ranks together, by what the bytes cross. Routes are stacked: the upper edge is their sum."
+    return Chart("Bytes a second", text, traces, layout, height=260)
 
 
 def stage_bytes_chart(plan: Plan) -> Chart:

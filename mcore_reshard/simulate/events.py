@@ -30,16 +30,45 @@ class Outcome:
     end_s: Floats
     round_start_s: Floats  # [rounds]: when the rank reached it
     cause: Ints  # [rounds]: the message whose end the rank waited for; NOTHING at the beginning
+    moments_s: Floats  # [moments], ascending: rates change there alone
+    moved: Floats  # [moments, kinds]: bytes of messages of each kind that have moved until then
 
 
 def run_script(
-    script: Script, first: Ints, second: Ints, bandwidth: Floats, *, step_s: float = 0.0, round_s: float = 0.0
+    script: Script,
+    first: Ints,
+    second: Ints,
+    bandwidth: Floats,
+    *,
+    step_s: float = 0.0,
+    round_s: float = 0.0,
+    kinds: Ints | None = None,
 ) -> Outcome:
     """Run a script; message m goes through links `first[m]` and `second[m]`. Every round takes `round_s` before it begins.
 
-    Raises DeadlockError, naming the first rounds that wait.
+    What has moved is counted by `kinds` [messages], by default as one kind. Raises DeadlockError, naming the first rounds
+    that wait.
     """
-    return _Run(script, first, second, bandwidth, step_s, round_s).outcome()
+    kinds = np.zeros(len(script.buckets), np.int64) if kinds is None else kinds
+    return _Run(script, first, second, bandwidth, step_s, round_s).outcome(_Moved(kinds))
+
+
+class _Moved:
+    """Bytes of each kind that have moved, at every moment where rates change."""
+
+    def __init__(self, kinds: Ints) -> None:
+        self._kinds, self._count = kinds, int(kinds.max(initial=0)) + 1
+        self.moments, self.totals = [0.0], [np.zeros(self._count)]
+
+    def add(self, messages: Ints, since: Floats, ends: Floats, rates: Floats, now: float) -> None:
+        """Messages went at these rates from `since` to their ends, or until now. Some began within the last step."""
+        before, kinds, until = self.moments[-1], self._kinds[messages], np.minimum(ends, now)
+        early = rates * np.maximum(np.minimum(until, before) - since, 0.0)
+        self.totals[-1] += np.bincount(kinds, early, self._count)
+        if now > before:
+            late = rates * np.maximum(until - np.maximum(since, before), 0.0)
+            self.moments.append(now)
+            self.totals.append(self.totals[-1] + np.bincount(kinds, late, self._count))
 
 
 class _Run:
@@ -85,7 +114,7 @@ class _Run:
         self._run_end = np.zeros(runs)  # so far: of the runs that it waits for, then its own
         self._run_cause = np.full(runs, NOTHING)
 
-    def outcome(self) -> Outcome:
+    def outcome(self, moved: _Moved) -> Outcome:
         script = self._script
         at_once = np.flatnonzero(self._runs_left == 0)
         self._begin(script.first_round[at_once], np.zeros(len(at_once)), np.full(len(at_once), NOTHING))
@@ -100,6 +129,7 @@ class _Run:
             ends = since + remaining / rates
             soonest = float(ends.min())
             now = now if soonest < now else soonest + self._step_s  # what began within the last step may end in it
+            moved.add(active, since, ends, rates, now)
             is_over = ends <= now * (1 + 1e-12)
             over, going = np.flatnonzero(is_over), np.flatnonzero(~is_over)
             ended_messages += len(over)
@@ -112,7 +142,8 @@ class _Run:
             remaining = np.concatenate([remaining, nbytes[self._beginning]])
         if ended_messages < len(script.buckets):
             raise DeadlockError(self._stuck())
-        return Outcome(self._start, self._end, self._round_start, self._cause)
+        moments = np.minimum(moved.moments, self._end.max(initial=0.0))  # the last step is longer than what is left
+        return Outcome(self._start, self._end, self._round_start, self._cause, moments, np.array(moved.totals))
 
     def _begin(self, rounds: Ints, seconds: Floats, causes: Ints) -> None:
         """Count one thing less that these rounds wait for, which happened then; those that wait for nothing begin."""

@@ -18,7 +18,7 @@ from .critical_path import critical_path
 from .events import run_script
 from .flows import Floats, Ints
 from .script import Script, script_of
-from .simulation import LINKS, Link, Messages, Simulation
+from .simulation import LINKS, Flow, Link, Messages, Simulation
 
 TRANSPORTS = ("auto", "direct", "nccl", "gloo")
 _EXACT_MESSAGES = 20_000  # up to so many, every end of a message is an event of its own
@@ -71,7 +71,11 @@ def simulate(
     carried = _carried(script, first, second, len(bandwidth))
     bound_s = float((carried / bandwidth).max(initial=0.0))
     step_s = bound_s / _STEPS if len(script.buckets) > _EXACT_MESSAGES else 0.0
-    outcome = run_script(script, first, second, bandwidth, step_s=step_s, round_s=round_s)
+    columns = np.stack([route, script.buckets.hop, script.buckets.stage])
+    of_kind, kinds = np.unique(columns, axis=1, return_inverse=True)
+    outcome = run_script(
+        script, first, second, bandwidth, step_s=step_s, round_s=round_s, kinds=kinds.reshape(-1).astype(np.int64)
+    )
     names = (*(f"train:{rank}" for rank in range(ranks[0])), *(f"gen:{rank}" for rank in range(ranks[1])))
     order = np.argsort(outcome.start_s, kind="stable")
     buckets = script.buckets.rows(order)
@@ -93,6 +97,13 @@ def simulate(
         ranks=names,
         rank_gpus=gpus,
         messages=messages,
+        flow=Flow(
+            outcome.moments_s,
+            outcome.moved,
+            of_kind[0].astype(np.int8),
+            of_kind[1].astype(np.int8),
+            of_kind[2].astype(np.int32),
+        ),
         links=_busiest_first(topology, gpus, names, carried, bandwidth),
         domains=_domain_bounds(topology, carried),
         critical_path=critical_path(script, outcome, route, names),

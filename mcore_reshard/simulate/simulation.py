@@ -38,6 +38,17 @@ class Messages:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Flow:
+    """What has moved when. Between two moments all rates are constant, and no link carries more than its bandwidth."""
+
+    moments_s: NDArray[np.float64]  # [moments], ascending from 0 to the end of the refit
+    moved: NDArray[np.float64]  # [moments, kinds]: bytes until then
+    route: NDArray[np.int8]  # [kinds], and so on: as in Messages
+    hop: NDArray[np.int8]
+    stage: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Link:
     """One link of one GPU in one direction, and what it carries in the refit."""
 
@@ -73,6 +84,7 @@ class Simulation:
     ranks: tuple[str, ...]  # training ranks, then generation ranks: "train:0", "gen:3"
     rank_gpus: NDArray[np.int64]  # of each rank, numbered as Topology.gpus
     messages: Messages
+    flow: Flow
     links: tuple[Link, ...]  # that carry anything, the busiest first
     domains: Mapping[str, float]  # the bound of each NVLink domain's NICs together, in seconds
     critical_path: tuple[Step, ...]  # in order of time

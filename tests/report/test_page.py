@@ -38,6 +38,7 @@ from mcore_reshard.report.text import seconds_unit, size, starred
 from mcore_reshard.report.timeline import STEPS, rates
 from mcore_reshard.session.endpoints import GenerationEndpoint, TrainEndpoint
 from mcore_reshard.simulate.simulate import simulate
+from mcore_reshard.simulate.simulation import ROUTES
 
 plotly = pytest.importorskip("plotly", reason="the extra 'report' is not installed")
 
@@ -249,13 +250,28 @@ def test_many_ranks_are_shown_in_blocks_and_no_byte_is_lost() -> None:
 
 def test_rates_over_time_keep_every_byte_and_are_zero_where_nothing_moves(plan_of: Callable[[list[str]], Path]) -> None:
     simulation = simulate(load_plan(plan_of(MOE)), parse_topology("h200-8", 8, 4))
-    messages = simulation.messages
-    shown = rates(messages, messages.stage, 2, simulation.seconds)
+    messages, flow = simulation.messages, simulation.flow
+    shown = rates(flow, flow.stage, 2)
     moved = [int(messages.nbytes[messages.stage == stage].sum()) for stage in (0, 1)]
     assert shown.sum(1) * simulation.seconds / STEPS == pytest.approx(moved, rel=1e-6)
-    late = replace(messages, start_s=messages.start_s + simulation.seconds, end_s=messages.end_s + simulation.seconds)
-    shown = rates(late, messages.stage, 2, 2 * simulation.seconds)
+    late = replace(
+        flow,
+        moments_s=np.concatenate([[0.0], flow.moments_s + simulation.seconds]),
+        moved=np.concatenate([flow.moved[:1], flow.moved]),
+    )
+    shown = rates(late, flow.stage, 2)
     assert not shown[:, : STEPS // 2].any() and shown[:, STEPS // 2 :].any()
+
+
+@pytest.mark.parametrize(("train", "gen"), [("tp=2,ep=8,dp=4", "tp=2,dp=4"), ("tp=2,ep=4,dp=4", "tp=4,dp=2")])
+def test_no_more_is_drawn_than_links_carry(plan_of: Callable[[list[str]], Path], train: str, gen: str) -> None:
+    """8 of 16 NICs are on each side of the way to the engine: 8 * 50 GB/s. Spread over a message's time it was 510."""
+    plan = load_plan(plan_of(["qwen3-30b-a3b", "--train", train, "--gen", gen]))
+    topology = parse_topology("h200-8", 8, 8)
+    simulation = simulate(located(plan, topology), topology)
+    nic = rates(simulation.flow, simulation.flow.route, len(ROUTES))[ROUTES.index("NIC")]
+    assert nic.sum() * simulation.seconds / STEPS == pytest.approx(simulation.route_bytes["NIC"], rel=1e-6)
+    assert 0.97 * 8 * 50e9 < nic.max() <= 8 * 50e9 * (1 + 1e-9)
 
 
 def test_axes_name_the_unit_of_their_numbers() -> None:

@@ -83,6 +83,20 @@ def test_a_round_begins_when_the_one_before_it_is_over_at_both_ends() -> None:
     ]  # rank 0, then rank 1: its second round waited for message 0
 
 
+def test_what_has_moved_is_known_at_every_moment() -> None:
+    """Two messages share rank 2's link: 4 and 2 bytes, half a byte a second each until the small one is over, then one."""
+    outcome = run([Message(0, 0, 2, 0, 4), Message(1, 0, 2, 0, 2)])
+    assert outcome.moments_s.tolist() == pytest.approx([0, 4, 6])
+    assert outcome.moved[:, 0].tolist() == pytest.approx([0, 4, 6])
+
+
+def test_messages_that_follow_within_a_step_move_no_more_than_the_link_carries() -> None:
+    """Ten messages of one second, one after another on one link, in steps of 0.3 s."""
+    outcome = run([Message(0, number, 1, number, 1) for number in range(10)], step_s=0.3)
+    assert outcome.moved[-1, 0] == pytest.approx(10) and outcome.moments_s[-1] == pytest.approx(10)
+    assert outcome.moved[:, 0] == pytest.approx(outcome.moments_s, abs=1e-9)
+
+
 def test_a_window_of_two_has_two_messages_under_way() -> None:
     """A receiver with three messages in a window of 2: the third begins when the first is over, beside the second."""
     messages = [Message(0, 0, 3, 0, 2), Message(1, 0, 3, 1, 6), Message(2, 0, 3, 2, 2)]
