@@ -479,6 +479,8 @@ def test_a_malformed_config_is_refused(tmp_path: Path, content: str, expected: s
 
 
 def test_a_config_that_is_not_there_is_refused_with_the_built_in_names(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"did you mean olmoe-1b-7b \(by plan --traced\) or llama-3\.1-8b\?"):
+        load_config("olmo-1b-8b")  # without --traced olmoe-1b-7b would be refused: no layout rules know it
     with pytest.raises(ConfigError, match=r"did you mean deepseek-v3.*\n.*built-in configs: deepseek-v3, gpt-oss-120b"):
         load_config("DeepSeek-V3.1")
     with pytest.raises(ConfigError, match=r"the folder holds no config\.json"):

@@ -63,5 +63,6 @@ def find_config(name_or_path: str | Path) -> Path:
         raise ConfigError(name, ["the folder holds no config.json"])
     problem = "is no file, no folder, and no built-in config"
     if close := get_close_matches(name.lower(), builtin_names() + traced_names(), n=3, cutoff=0.5):
-        problem += f"; did you mean {' or '.join(close)}?"
+        offered = [f"{each} (by plan --traced)" if each in traced_names() else each for each in close]
+        problem += f"; did you mean {' or '.join(offered)}?"
     raise ConfigError(name, [problem], remedy=f"built-in configs: {', '.join(builtin_names())}")
