@@ -185,7 +185,7 @@ def _path(outcome: Simulation) -> Iterator[RenderableType]:
     rows = (
         (_span(step), step.src, step.dst, f"{step.stage}", step.route, size(step.nbytes), step.why) for step in longest
     )
-    shown = table("Critical path", ">time, from, to, >stage, over, >bytes, it could begin when", rows)
+    shown = table("Critical path", ">time, from, to, >stage, over, >bytes, it could begin once", rows)
     if len(path) > len(longest):
         shown.caption = and_more(len(path) - len(longest), "shorter step")
     yield shown

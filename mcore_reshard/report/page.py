@@ -181,7 +181,7 @@ class _Page:
                 for s in simulation.longest_steps(_STEPS)
             ]
             title = "Critical path: the longest steps that all else waited for"
-            self._table(title, "time, from, to, >stage, over, >bytes, it could begin when", rows)
+            self._table(title, "time, from, to, >stage, over, >bytes, it could begin once", rows)
             if rows:
                 self.text(f"Of the whole critical path: {simulation.busiest_on_path}.")
 

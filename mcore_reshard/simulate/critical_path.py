@@ -37,14 +37,14 @@ def critical_path(script: Script, outcome: Outcome, route: Ints, names: tuple[st
             nbytes = last.nbytes + int(buckets.nbytes[each])
             steps[-1] = replace(last, end_s=float(outcome.end_s[each]), messages=last.messages + 1, nbytes=nbytes)
             continue
-        why = _why(script, names, path[number - 1], waited[number]) if number else "from the beginning"
+        why = _why(script, names, path[number - 1], waited[number]) if number else "the refit had begun"
         start_s, end_s = float(outcome.start_s[each]), float(outcome.end_s[each])
         steps.append(Step(start_s, end_s, *place, messages=1, nbytes=int(buckets.nbytes[each]), why=why))
     return tuple(steps)
 
 
 def _why(script: Script, names: tuple[str, ...], before: int, rank: int) -> str:
-    """What a rank was still busy with: its message `before`."""
+    """What a rank had to be done with: its message `before`."""
     buckets = script.buckets
-    verb, other = ("receiving from", buckets.src) if buckets.dst[before] == rank else ("sending to", buckets.dst)
-    return f"{names[rank]} was {verb} {names[other[before]]}, stage {int(buckets.stage[before])}"
+    verb, other = ("received from", buckets.src) if buckets.dst[before] == rank else ("sent to", buckets.dst)
+    return f"{names[rank]} had {verb} {names[other[before]]}, stage {int(buckets.stage[before])}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,12 @@ def test_simulate_says_the_time_the_bound_and_where_every_byte_goes(run: Run, pl
     assert 0 < report["least_seconds"] <= report["bound_seconds"]
     assert report["critical_path"][-1]["end_s"] == report["seconds"]
     text = run("simulate", path, "--topology", "h200-8").out
-    assert "Critical path" in text and "NIC in" in text and "from the beginning" in text
+    assert "Critical path" in text and "NIC in" in text and "it could begin once" in text
+    first, *later = (step["why"] for step in report["critical_path"])
+    assert first == "the refit had begun" in text
+    assert later and all(
+        re.fullmatch(r"(train|gen):\d+ had (sent to|received from) .+, stage \d+", why) for why in later
+    )
 
 
 def test_simulate_says_the_extra_memory_of_each_rank(run: Run, tmp_path: Path) -> None:
