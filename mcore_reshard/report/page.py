@@ -199,6 +199,7 @@ class _Page:
             ("passed on", size(passed_on), "of bulk: received from another generation rank"),
         ]
         self._table("Routes, as planned", "route, >bytes, what is counted", rows)
+        planned_rails = ""
         if summary["topology"] is not None:
             links = summary["topology"]["links"]
             total = max(1, sum(link["bytes"] for link in links))
@@ -208,14 +209,18 @@ class _Page:
             ]
             self._table("What the bytes of bulk cross, as planned", "over, >bytes, >share, >at least", rows)
             rails = summary["topology"]["rails"]
-            self._rails(rails["bytes"], rails["on_rail_bytes"])
+            planned_rails = rails_text(rails["bytes"], rails["on_rail_bytes"])
+            if planned_rails:
+                self.text(planned_rails)
         if simulation is None:
             self._card("<p>Links of each GPU, and their bytes, need --topology.</p>")
             return
         moved = max(1, sum(simulation.route_bytes.values()))
         rows = [(route, size(nbytes), f"{nbytes / moved:.1%}") for route, nbytes in simulation.route_bytes.items()]
         self._table("What the bytes of bulk cross, as simulated", "over, >bytes, >share", rows)
-        self._rails(simulation.route_bytes["NIC"], simulation.on_rail_bytes)
+        simulated_rails = rails_text(simulation.route_bytes["NIC"], simulation.on_rail_bytes)
+        if simulated_rails not in ("", planned_rails):
+            self.text(simulated_rails)
         self._chart(charts.link_chart(simulation))
         gpus = simulation.topology.machine.gpus
         busy = max(simulation.seconds, 1e-12)
@@ -225,10 +230,6 @@ class _Page:
             for link in simulation.links[:_LINKS]
         ]  # fmt: skip
         self._table("Busiest links", "link, of, ranks, >bytes, >at full bandwidth, >busy", rows)
-
-    def _rails(self, nbytes: int, on_rail: int) -> None:
-        if text := rails_text(nbytes, on_rail):
-            self._card(f"<p>{escape(text)}</p>")
 
     def balance(self, plan: Plan) -> None:
         rows: list[tuple[Any, ...]] = []

@@ -228,6 +228,13 @@ def test_the_extra_memory_of_every_rank_is_drawn_by_transport(run: Run, tmp_path
             assert sizes == [size(row["total"]) for row in rows]
 
 
+def test_what_stays_on_its_rail_is_said_once_unless_plan_and_simulation_differ(plan_of: Any) -> None:
+    plan = located(load_plan(plan_of(MOE)), parse_topology("h200-8", 8, 4))
+    assert page_of(plan, "h200-8").text.count("stay on their rail") == 1
+    elsewhere = page_of(plan, "h200-8", "train=a*4+b*4,gen=c*4")  # a plan for other hosts than are simulated
+    assert elsewhere.text.count("stay on their rail") == 2
+
+
 def test_each_way_of_passing_on_is_a_row_of_its_own(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     run("plan", "tiny-qwen3-moe", *LOCATED[:-1], "h200-8", "--out", path)
