@@ -120,7 +120,10 @@ def test_shared_hosts_move_less_over_nics(run: Run, plan_of: Any) -> None:
 
 def test_engines_are_compared_the_fastest_first(run: Run) -> None:
     arguments = [*MOE[:3], "--gen", "tp=1", "--gen", "tp=4", "--topology", "h200-8"]
-    one, four = run("simulate", *arguments, "--json").json["simulations"]
+    report = run("simulate", *arguments, "--json").json
+    one, four = report["simulations"]
+    alone = run("simulate", *MOE[:3], "--gen", "tp=4", "--topology", "h200-8", "--json").json
+    assert set(report) == {"simulations"} and set(one) == set(four) == set(alone), "as docs/cli.md says"
     assert (one["gen"], four["gen"]) == ("tp=1,pp=1,dp=1,ep=1", "tp=4,pp=1,dp=1,ep=1")
     assert one["seconds"] > four["seconds"]
     lines = run("simulate", *arguments).out.splitlines()
