@@ -24,11 +24,16 @@ def memory_rows(memory: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 
 def memory_notes(memory: Mapping[str, Any]) -> list[str]:
     """What the rows leave open."""
-    kernels, nccl = (size(memory["first_use"][name]) for name in ("copies", "nccl"))
-    return [
-        "NCCL's own buffers are as measured on one host of H200s, across hosts as in its source",
-        f"once, a process also takes {kernels} with its first CUDA kernel, and {nccl} with its first message over NCCL",
+    counted = [
+        rank for name, worlds in memory.items() if name not in _OTHERS for ranks in worlds.values() for rank in ranks
     ]
+    kernels, nccl = (size(memory["first_use"][name]) for name in ("copies", "nccl"))
+    notes = [
+        f"once, a process also takes {kernels} with its first CUDA kernel, and {nccl} with its first message over NCCL"
+    ]
+    if any(rank["nccl"] for rank in counted):
+        notes.insert(0, "NCCL's own buffers are as measured on one host of H200s, across hosts as in its source")
+    return notes
 
 
 def memory_totals(memory: Mapping[str, Any], world: str) -> list[tuple[str, list[int]]]:

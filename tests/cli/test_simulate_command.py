@@ -50,6 +50,14 @@ def test_simulate_says_the_extra_memory_of_each_rank(run: Run, tmp_path: Path) -
     assert "Extra memory of a rank, at most" in run("simulate", path, *machine).out
 
 
+def test_what_is_said_of_nccls_buffers_is_said_where_some_rank_has_them(run: Run, plan_of: Any) -> None:
+    path = plan_of(MOE)
+    assert "NCCL's own buffers are" in run("simulate", path, "--topology", "h200-8").out
+    for alone in (["--topology", "h200-8,shared"], ["--topology", "h200-8", "--transport", "gloo"]):
+        text = run("simulate", path, *alone).out
+        assert "NCCL's own buffers are" not in text and "once, a process also takes" in text
+
+
 def test_a_note_says_where_nics_of_other_ranks_would_help(run: Run) -> None:
     """Engine ranks on four of eight GPUs: the NICs of the others bring nothing in."""
     halves = ("--topology", "h200-8", "--hosts", "train=a*4+b*4,gen=a*4@4+b*4@4")
