@@ -39,6 +39,7 @@ MOST_GPUS = 4096  # of a side
 _GEN_MESHES, _TRAIN_MESHES = 6, 3  # of the short list
 _SIMULATED = 3  # pairs
 _NEAR = 1.1  # costs that differ by less count as equal: other things decide
+_AS_FAST = 1.01  # bounds up to so many times the least count as equal
 _NOTEWORTHY_NEAR = 0.005  # of the bytes: less is shown as 0%
 _NOTEWORTHY_MISC = 0.01  # share of the bytes
 _NOTEWORTHY_RAILS = 1.02  # of what leaves by the busiest GPU's own NIC
@@ -121,7 +122,9 @@ def advise(request: PlanRequest, topology: Topology, *, pxn: bool = True) -> Adv
         room = gpu_bytes * (1 - KV_CACHE) - gen.nbytes if shared else train_room
         with_gen = [side for side in fitting_trains if side.nbytes <= room]
         tried = [_advice(request, topology, train, gen, pxn=pxn) for train in _short_list(with_gen, _TRAIN_MESHES)]
-        pairs += sorted(tried, key=lambda pair: pair[0].bound_seconds)[:1]
+        as_fast = _AS_FAST * min((advice.bound_seconds for advice, _ in tried), default=0.0)
+        equal = (pair for pair in tried if pair[0].bound_seconds <= as_fast)
+        pairs += sorted(equal, key=lambda pair: (_cuts(pair[0].train), pair[0].bound_seconds))[:1]
     pairs.sort(key=lambda pair: pair[0].bound_seconds)
     simulated = [
         replace(advice, simulated_seconds=simulate(plan, topology, pxn=pxn).seconds)
@@ -168,10 +171,15 @@ def _short_list(sides: Sequence[_Side], most: int) -> list[_Side]:
     """The cheapest; of nearly equal ones those that cut layers and pipelines least, which train and generate fastest."""
     least = min(side.cost for side in sides)
 
-    def order(side: _Side) -> tuple[int, int, int]:
-        return int(log(side.cost / least, _NEAR)), side.mesh.tp * side.mesh.pp, side.nbytes
+    def order(side: _Side) -> tuple[int, tuple[int, int], int]:
+        return int(log(side.cost / least, _NEAR)), _cuts(side.mesh), side.nbytes
 
     return sorted(sides, key=order)[:most]
+
+
+def _cuts(mesh: TrainMesh | GenMesh) -> tuple[int, int]:
+    """In how many parts a mesh cuts the layers, and in how many stages; fewer are better."""
+    return mesh.tp * mesh.pp, mesh.pp
 
 
 def _advice(request: PlanRequest, topology: Topology, train: _Side, gen: _Side, *, pxn: bool) -> tuple[Advice, Plan]:

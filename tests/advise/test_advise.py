@@ -172,6 +172,24 @@ def test_meshes_whose_bytes_leave_by_few_rails_are_not_advised() -> None:
     assert simulate(located(slower, places), places).seconds > 1.15 * best.simulated_seconds
 
 
+@pytest.mark.parametrize(
+    ("config", "train", "gen", "expected", "faster"),
+    [
+        ("qwen3-4b", 7, 5, TrainMesh(dp=7), TrainMesh(pp=7, layers=(6, 5, 5, 5, 5, 5, 5))),
+        ("qwen3-30b-a3b", 12, 12, TrainMesh(ep=4, dp=12), TrainMesh(pp=2, ep=2, dp=6)),
+    ],
+)
+def test_of_trainers_that_refit_as_fast_the_one_that_cuts_least_is_named(
+    config: str, train: int, gen: int, expected: TrainMesh, faster: TrainMesh
+) -> None:
+    """Seven stages of uneven layers have a bound of 32.197 ms, seven replicas 32.198."""
+    request, places = request_of(config), parse_topology("h200-8", train, gen)
+    best = advise(request, places).pairs[0]
+    other, _ = _advice(request, places, _Side(faster, 0, 0.0), _Side(best.gen, 0, 0.0), pxn=True)
+    assert best.train == expected
+    assert other.bound_seconds < best.bound_seconds <= 1.01 * other.bound_seconds
+
+
 def test_the_bound_knows_that_all_nics_of_a_host_send_what_a_stage_holds() -> None:
     """The first of four stages has the embedding. Its two GPUs' own NICs would be busy for 45 ms, all eight for 40."""
     request, places = request_of("llama-3.1-8b"), parse_topology("h200-8", 8, 8)
