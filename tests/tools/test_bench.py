@@ -12,7 +12,7 @@ import bench_refit
 import pytest
 import torch
 from bench import machine, ours
-from bench.goals import mutual_reads, one_gpu, one_to_three, verdicts
+from bench.goals import live_session, mutual_reads, one_gpu, one_to_three, prepares, verdicts
 from bench.methods import Method, Prepared, parse_method
 from bench.ranks import Launch
 from bench.results import ResultFile, row_of, skipped, with_share
@@ -323,14 +323,45 @@ def test_goals_of_shared_gpus_are_judged_by_the_links() -> None:
     assert not one_to_three(measured("moe-one-to-many", "nccl", 322), faster).reached
     verdict = one_to_three(measured("moe-one-to-many", "direct", 300), links)
     assert (verdict.measured, verdict.reached) == ("0.888 of 338 GB/s", False)
+    verdict = one_to_three(measured("moe-one-to-many", "direct", 300), links, "4 x OTHER")
+    assert verdict.measured == "0.888 of 338 GB/s, measured on 4 x OTHER"
     assert one_gpu([measured("moe-ep-tp", "direct", 1900, share=0.91)]).reached
     assert one_gpu([measured("moe-ep-tp", "direct", 1900, share=0.89)]).reached is False
+
+
+def test_goals_of_whole_sessions_are_judged_by_their_own_files() -> None:
+    limit = measured("moe-ep-tp", "copy-engine", 400)
+    row = {"transport": "direct", "bytes": 60 * 10**9, "ms": 160.0}
+    verdict = live_session(row, limit, "2 x GPU, 2026-01-02")
+    assert (verdict.measured, verdict.reached) == ("0.938 of 400 GB/s, measured on 2 x GPU, 2026-01-02", True)
+    assert live_session({**row, "ms": 162.0}, limit, "").reached is False
+    session = {"ranks": "1 -> 1", "connects": [{"connect_s": 2.5}, {"connect_s": 2.75}]}
+    data = {"goal_s": 3.0, "sessions": [session], "traces": {"train": {"warm_s": 0.25}, "gen": {"not_measured": "why"}}}
+    (verdict,) = prepares(data)
+    assert (verdict.measured, verdict.reached) == ("3.00 s", True)
+    assert prepares({**data, "goal_s": 2.9})[0].reached is False
+
+
+def test_goals_say_what_a_run_did_not_measure_and_where_a_limit_was_measured(tmp_path: Path) -> None:
+    workloads = {"moe-one-to-many": {"what": "all", "model": "m", "train": "dp=1", "gen": "dp=3", "ranks": "1 -> 3"}}
+    replicas = measured("moe-one-to-many", "nccl", 360, share=0.9)
+    data = {"hardware": "4 x GPU", "date": "2026-01-02", "workloads": workloads, "rows": [replicas]}
+    (tmp_path / "refit-x4.json").write_text(json.dumps(data))
+    data |= {"hardware": "4 x OTHER", "rows": [measured("moe-ep-tp", "nccl", 360, share=0.9)]}
+    (tmp_path / "refit-x4-other.json").write_text(json.dumps(data))
+    links = [{"pattern": "three read each other and a fourth", "pull": 400}]
+    (tmp_path / "links-x4.json").write_text(json.dumps({"hardware": "4 x OTHER", "rows": links}))
+    section = tables.goals_section(tmp_path)
+    assert "| on 4 x OTHER, 1 -> 3 | goal |" in section
+    assert "Not measured in this run: NCCL's own memory, one trainer, three replicas." in section
+    assert "three replicas (4 x GPU, 2026-01-02) |" in section
+    assert "| 0.900 of 400 GB/s, measured on 4 x OTHER | **not reached** |" in section
 
 
 def test_nccls_own_memory_is_without_our_slots_and_tables() -> None:
     rows = [measured("moe-ep-tp", "nccl", 310, share=0.9, scratch_mb=500.0, extra_memory_mb=1500.0)]
     found = {verdict.figure: (verdict.measured, verdict.reached) for verdict in verdicts(rows)}
-    assert found["NCCL's own memory, whole MoE"] == ("989 MB", True)
+    assert found["NCCL's own memory, whole MoE"] == ("989 MB; 1,500 MB with slots and tables", True)
 
 
 def test_few_gpus_have_the_patterns_of_few() -> None:

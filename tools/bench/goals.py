@@ -90,28 +90,35 @@ def _host(least: float) -> Judge:
 
 
 def _nccl_memory(rows: list[Row]) -> tuple[str, bool]:
-    """All that the method takes beside weights: with slots and tables, and what CUDA sets up."""
-    own_mb = rows[0]["extra_memory_mb"] - rows[0]["scratch_mb"] - rows[0].get("table_mb", 0)
-    return f"{own_mb:,.0f} MB", own_mb <= 1000
+    """What the method takes beside weights, slots and tables: with what CUDA sets up."""
+    all_mb = rows[0]["extra_memory_mb"]
+    own_mb = all_mb - rows[0]["scratch_mb"] - rows[0].get("table_mb", 0)
+    return f"{own_mb:,.0f} MB; {all_mb:,.0f} MB with slots and tables", own_mb <= 1000
 
 
-def mutual_reads(row: Row, links: Sequence[Row]) -> Verdict:
+def mutual_reads(row: Row, links: Sequence[Row], on: str = "") -> Verdict:
     """Colocated ranks of which each has half of its bytes on another GPU, against the links that GPUs read by mutually.
 
-    `row` is of two ranks of both sides on two GPUs, `links` the rows of tools/bench_links.py.
+    `row` is of two ranks of both sides on two GPUs, `links` the rows of tools/bench_links.py. `on` is where these were
+    measured, if not where `row` was.
     """
     best = _best(links, "two read each other")
     share = row["gb_per_receiver"] / 2 / row["ms"] * 1e3 / best
     figure, goal = "direct, colocated, half of the bytes on the own GPU", ">= 0.95 of the best way of mutual reads"
-    return Verdict(figure, goal, f"{share:.3f} of {best} GB/s", share >= 0.95)
+    return Verdict(figure, goal, _of_limit(share, best, on), share >= 0.95)
 
 
-def one_to_three(row: Row, links: Sequence[Row]) -> Verdict:
+def one_to_three(row: Row, links: Sequence[Row], on: str = "") -> Verdict:
     """Three replicas and their trainer, against GPUs that read each other and a fourth. Arguments as in `mutual_reads`."""
     best = _best(links, "three read each other and a fourth")
     share = row["gb_per_s_per_receiver"] / best
     figure, goal = f"{row['method']}, one trainer, three replicas", ">= 0.95 of GPUs that read each other and a fourth"
-    return Verdict(figure, goal, f"{share:.3f} of {best} GB/s", share >= 0.95)
+    return Verdict(figure, goal, _of_limit(share, best, on), share >= 0.95)
+
+
+def _of_limit(share: float, best: float, on: str) -> str:
+    """The share that a refit reached, and where its limit was measured if that was elsewhere."""
+    return f"{share:.3f} of {best:.0f} GB/s" + (f", measured on {on}" if on else "")
 
 
 def _best(links: Sequence[Row], pattern: str) -> int:
@@ -119,6 +126,26 @@ def _best(links: Sequence[Row], pattern: str) -> int:
     (link,) = (each for each in links if each["pattern"] == pattern)
     rates = [link[way] for way in ("copy_engine", "engine_push", "pull", "pull_by_tile", "push_by_tile") if way in link]
     return max([*rates, *link.get("pull_and_push", {}).values()])
+
+
+def live_session(row: Row, copy_engine: Row, on: str) -> Verdict:
+    """`row`: a whole model into a live engine, of tools/bench_live.py. `on`: where and when the limit was measured."""
+    best = copy_engine["gb_per_s_per_receiver"]
+    share = row["bytes"] / row["ms"] / 1e6 / best
+    figure = f"a whole session, {row['transport']}, whole MoE, into a live vLLM"
+    return Verdict(figure, ">= 0.93 of the copy engine", _of_limit(share, best, on), share >= 0.93)
+
+
+def prepares(data: Row) -> list[Verdict]:
+    """Of each session of tools/bench_prepare.py, its slowest connect and all measured traces from a full cache together."""
+    warm_s = sum(trace.get("warm_s", 0.0) for trace in data["traces"].values())
+    goal = data["goal_s"]
+    verdicts = []
+    for session in data["sessions"]:
+        slowest_s = max(connect["connect_s"] for connect in session["connects"]) + warm_s
+        figure = f"prepare, share of a DeepSeek-V3 rank, {session['ranks']}"
+        verdicts.append(Verdict(figure, f"<= {goal:g} s, trace cache warm", f"{slowest_s:.2f} s", slowest_s <= goal))
+    return verdicts
 
 
 def one_gpu(rows: Sequence[Row]) -> Verdict:
@@ -152,6 +179,12 @@ _GOALS: tuple[tuple[str, str, tuple[tuple[str, str], ...], Judge], ...] = (
         _share(0.93),
     ),
     ("NCCL's own memory, whole MoE", "<= 1,000 MB", ((_MOE, "nccl"),), _nccl_memory),
+    (
+        "NCCL's own memory, one trainer, three replicas",
+        "<= 1,000 MB",
+        (("moe-one-to-many", "nccl"),),
+        _nccl_memory,
+    ),
     ("direct, two replicas", ">= 0.85 of the copy engine", (("moe-replicas", "direct"),), _share(0.85)),
     ("direct, FP8 to FP8", ">= 0.9 of the copy engine", (("moe-fp8", "direct"),), _share(0.9)),
     (

@@ -56,12 +56,12 @@ def _of_file(file: Path) -> str:
             cells = [f"{seconds:.2f}" for seconds in (*shown, sum(phases.values()) - sum(shown))]
             lines.append(f"| {session['ranks']} | {world} | {' | '.join(cells)} |")
     traces = " ".join(_trace(side, data["traces"][world]) for world, side in (("train", "trainer"), ("gen", "engine")))
-    warm_s = sum(trace.get("warm_s", 0.0) for trace in data["traces"].values())
-    verdicts = []
-    for session in data["sessions"]:
-        slowest_s = max(connect["connect_s"] for connect in session["connects"]) + warm_s
-        reached = "reached" if slowest_s <= data["goal_s"] else "not reached"
-        verdicts.append(f"{session['ranks']} takes {slowest_s:.2f} s, {reached}")
+    from bench.goals import prepares
+
+    verdicts = [
+        f"{session['ranks']} takes {verdict.measured}, {'reached' if verdict.reached else 'not reached'}"
+        for session, verdict in zip(data["sessions"], prepares(data), strict=True)
+    ]
     lines += [
         "",
         wrapped(

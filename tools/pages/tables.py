@@ -419,47 +419,53 @@ def _versions(data: dict[str, Any]) -> str:
 
 
 def goals_section(folder: Path = RESULTS) -> str:
-    """The goals of every run; one that a run did not measure is left out there if another did."""
+    """The goals of every run; one that a run did not measure is named below its table if another did."""
     runs = [json.loads(file.read_text()) for file in _runs(folder)]
     by_run = [_goals(data["rows"]) for data in runs]
     measured = {verdict.figure for verdicts in by_run for verdict in verdicts if verdict.reached is not None}
     parts = []
     for data, verdicts in zip(runs, by_run, strict=True):
-        lines = [f"| on {data['hardware']} | goal | measured | |", "|---|---|---|---|"]
-        for verdict in verdicts:
-            if verdict.reached is None and verdict.figure in measured:
-                continue
-            mark = {True: "reached", False: "**not reached**", None: ""}[verdict.reached]
-            lines.append(f"| {verdict.figure} | {verdict.goal} | {verdict.measured} | {mark} |")
+        ranks = next(iter(data["workloads"].values()))["ranks"]
+        lines = [f"| on {data['hardware']}, {ranks} | goal | measured | |", "|---|---|---|---|"]
+        missing = [verdict.figure for verdict in verdicts if verdict.reached is None and verdict.figure in measured]
+        lines += [_goal_row(verdict.figure, verdict) for verdict in verdicts if verdict.figure not in missing]
+        if missing:
+            lines += ["", wrapped(f"Not measured in this run: {'; '.join(missing)}.")]
         parts.append("\n".join(lines))
-    return "\n\n".join([*parts, *_goals_of_links(folder)])
+    return "\n\n".join([*parts, *_other_goals(folder)])
 
 
-def _goals_of_links(folder: Path) -> list[str]:
-    """A table of the goals of GPUs that are shared, or read each other, of the runs that are there."""
-    from bench.goals import mutual_reads, one_gpu, one_to_three
+def _other_goals(folder: Path) -> list[str]:
+    """A table of the goals that are not of one run of bench_refit alone, each with the hardware and day of its run."""
+    from bench.goals import live_session, mutual_reads, one_gpu, one_to_three, prepares
 
+    data = {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}
     found = []
-    links_file = folder / "links-x4.json"
-    links = json.loads(links_file.read_text())["rows"] if links_file.exists() else []
-    if (four := folder / "refit-x4.json").exists() and links:
-        data = json.loads(four.read_text())
-        rows = [row for row in data["rows"] if row["workload"] == "moe-one-to-many" and "skipped" not in row]
-        found += [(data, one_to_three(row, links)) for row in rows]
-    if (single := folder / "one-gpu-x1.json").exists():
-        data = json.loads(single.read_text())
-        found.append((data, one_gpu(data["rows"])))
-    if (both := folder / "refit-colocated-x2.json").exists() and links:
-        data = json.loads(both.read_text())
-        rows = [row for row in data["rows"] if (row["workload"], row["method"]) == ("moe-ep-tp", "direct")]
-        found += [(data, mutual_reads(row, links)) for row in rows]
-    mark = {True: "reached", False: "**not reached**", None: ""}
-    lines = ["| on GPUs that both sides share, or that read each other | goal | measured | |", "|---|---|---|---|"]
-    lines += [
-        f"| {verdict.figure} ({data['hardware']}) | {verdict.goal} | {verdict.measured} | {mark[verdict.reached]} |"
-        for data, verdict in found
-    ]
+    if (run := data.get("live-whole-x2")) and (refits := data.get("refit-x2")):
+        limit = next(row for row in refits["rows"] if row["method"] == "copy-engine")
+        on = f"{refits['hardware']}, {refits['date']}"
+        found += [(run, live_session(row, limit, on)) for row in run["whole"] if row["transport"] == "direct"]
+    if run := data.get("prepare-x1"):
+        found += [(run, verdict) for verdict in prepares(run)]
+    if links := data.get("links-x4"):
+        for run in (data[file.stem] for file in _runs(folder)):
+            on = links["hardware"] if links["hardware"] != run["hardware"] else ""
+            rows = [row for row in run["rows"] if row["workload"] == "moe-one-to-many" and "skipped" not in row]
+            found += [(run, one_to_three(row, links["rows"], on)) for row in rows]
+        if run := data.get("refit-colocated-x2"):
+            on = links["hardware"] if links["hardware"] != run["hardware"] else ""
+            rows = [row for row in run["rows"] if (row["workload"], row["method"]) == ("moe-ep-tp", "direct")]
+            found += [(run, mutual_reads(row, links["rows"], on)) for row in rows]
+    if run := data.get("one-gpu-x1"):
+        found.append((run, one_gpu(run["rows"])))
+    lines = ["| on the hardware named | goal | measured | |", "|---|---|---|---|"]
+    lines += [_goal_row(f"{verdict.figure} ({run['hardware']}, {run['date']})", verdict) for run, verdict in found]
     return ["\n".join(lines)] if found else []
+
+
+def _goal_row(figure: str, verdict: Any) -> str:
+    mark = {True: "reached", False: "**not reached**", None: ""}[verdict.reached]
+    return f"| {figure} | {verdict.goal} | {verdict.measured} | {mark} |"
 
 
 def _runs(folder: Path) -> list[Path]:
