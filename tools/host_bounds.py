@@ -9,7 +9,8 @@ python tools/host_bounds.py --out tools/results/host-bounds.json --only 32->128 
     nccl       the same of nccl alone, which has no pair of ranks on one GPU
     rail_share of the bytes by NIC, what leaves and enters by NICs of one number
 
-`carriers` are refits in which engine ranks receive for others; of each the same without.
+`carriers` are refits in which engine ranks receive for others; of each the same without. `untuned` are refits that no
+list had when relays were tuned, and of which `auto` or `nccl` takes long.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ class HostsCase:
         return simulate(plan, plan.topology, transport)
 
 
-_V3 = "tp=8,pp=8,ep=32,dp=4,layers=8+8+8+8+8+7+7+7"
+_V3_STAGES = "pp=8,layers=8+8+8+8+8+7+7+7"
+_V3 = f"tp=8,ep=32,dp=4,{_V3_STAGES}"
 CARRIERS = [
     HostsCase("DeepSeek-V3 256->128 tp32, racks", "deepseek-v3", _V3, "tp=32,dp=4", machine="gb200-nvl72"),
     HostsCase("the same, shared GPUs", "deepseek-v3", _V3, "tp=32,dp=4", shared=True, machine="gb200-nvl72"),
@@ -96,6 +98,16 @@ CARRIERS = [
         shared=True,
         machine="h200-8,gpus=2",
     ),
+]
+
+UNTUNED = [
+    HostsCase("Llama-8B 8->64 tp1", "llama-3.1-8b", "dp=8", "tp=1,dp=64"),
+    HostsCase("Llama-8B 8->64 tp2", "llama-3.1-8b", "tp=2,dp=4", "tp=2,dp=32"),
+    HostsCase("Qwen3-30B 8->64 tp4", "qwen3-30b-a3b", "tp=2,pp=2,ep=4,dp=2", "tp=4,dp=16"),
+    HostsCase("Qwen3-30B 8->32 tp1", "qwen3-30b-a3b", "pp=2,ep=4,dp=4", "tp=1,dp=32"),
+    HostsCase("gpt-oss-20b 8->32 tp1", "gpt-oss-20b", "ep=8,dp=8", "tp=1,dp=32"),
+    HostsCase("gpt-oss-120b 32->32 tp2", "gpt-oss-120b", "tp=4,pp=2,ep=8,dp=4", "tp=2,dp=16"),
+    HostsCase("DeepSeek-V3 128->64 tp16", "deepseek-v3", f"tp=4,ep=16,{_V3_STAGES},dp=4", "tp=16,dp=4"),
 ]
 
 
@@ -166,6 +178,15 @@ def carriers_row(case: HostsCase) -> dict[str, Any]:
     return row
 
 
+def untuned_row(case: HostsCase) -> dict[str, Any]:
+    ratios = {
+        transport: round(case.simulation(transport).seconds / case.least().seconds, 4)
+        for transport in (*TRANSPORTS, "nccl")
+    }
+    row = {"name": case.name, "train": case.train, "gen": case.gen, "least_seconds": case.least().seconds}
+    return {**row, "links": round(case.link_ratio(), 4), **ratios}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
@@ -186,9 +207,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(
             f"{row['name']}: auto {row['without']['auto']:.2f} without carriers, {row['with']['auto']:.2f}", flush=True
         )
+    untuned = [untuned_row(case) for case in UNTUNED if re.search(args.only, case.name)]
+    for row in untuned:
+        print(f"{row['name']}: auto {row['auto']:.2f}, nccl {row['nccl']:.2f}", flush=True)
     if args.only and args.out and args.out.exists():
-        known = {row["name"]: row for row in json.loads(args.out.read_text()).get("carriers", ())}
-        carriers = [*{**known, **{row["name"]: row for row in carriers}}.values()]
+        before = json.loads(args.out.read_text())
+        carriers = _replaced(before.get("carriers", ()), carriers)
+        untuned = _replaced(before.get("untuned", ()), untuned)
     result = {
         "what": "times of refits, divided by the least time that any plan could take; none was run",
         "machine": MACHINE,
@@ -197,10 +222,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         "numpy": np.__version__,
         "rows": [*rows.values()],
         "carriers": carriers,
+        "untuned": untuned,
     }
     if args.out:
-        args.out.write_text(line_by_line(result, "rows", "carriers"))
+        args.out.write_text(line_by_line(result, "rows", "carriers", "untuned"))
     return 0
+
+
+def _replaced(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of a file, with those of this run in their places."""
+    return [*{row["name"]: row for row in (*before, *after)}.values()]
 
 
 if __name__ == "__main__":

@@ -145,6 +145,16 @@ def in_time(transport: str, name: str) -> None:
     assert recorded[transport]["ratio"] == pytest.approx(ratio, rel=SLACK)
 
 
+@pytest.mark.sampled(3)
+@pytest.mark.long
+@pytest.mark.parametrize("case", host_bounds.UNTUNED, ids=lambda case: case.name)
+def test_refits_that_nobody_tuned_for_take_as_long_as_recorded(case: host_bounds.HostsCase) -> None:
+    (recorded,) = (row for row in json.loads(RESULTS.read_text())["untuned"] if row["name"] == case.name)
+    for transport in ("auto", "nccl"):
+        ratio = case.simulation(transport).seconds / case.least().seconds
+        assert recorded[transport] == pytest.approx(ratio, rel=SLACK)
+
+
 def test_all_recorded_cases_reach_the_goal() -> None:
     rows = {row["name"]: row for row in json.loads(RESULTS.read_text())["rows"]}
     assert [*rows] == [*CASES]

@@ -88,6 +88,20 @@ def carriers_section() -> str:
     return "\n".join(lines)
 
 
+def untuned_section() -> str:
+    """Refits that nobody tuned for, in units of the least time."""
+    data = json.loads((RESULTS / "host-bounds.json").read_text())
+    transports = ("auto", "gloo", "nccl")
+    lines = [
+        f"| refit | trainer -> engine | plan's busiest link | {' | '.join(f'`{name}`' for name in transports)} |",
+        f"|{'---|' * 6}",
+    ]
+    for row in data["untuned"]:
+        ratios = " | ".join(f"{row[name]:.2f}" for name in ("links", *transports))
+        lines.append(f"| {row['name']} | `{row['train']}` -> `{row['gen']}` | {ratios} |")
+    return "\n".join(lines)
+
+
 def host_bounds_section() -> str:
     """A row for each refit between hosts: the plan's links and the simulated rounds, in units of the bound; and rails."""
     data = json.loads((RESULTS / "host-bounds.json").read_text())

@@ -724,5 +724,6 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "predicted-gpus": simulated.gpus_section,
     "host-bounds": simulated.host_bounds_section,
     "carriers": simulated.carriers_section,
+    "untuned": simulated.untuned_section,
     "compared": compared.compared_section,
 }
