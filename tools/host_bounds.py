@@ -48,7 +48,7 @@ from mcore_reshard.simulate.simulate import simulate  # noqa: E402
 from mcore_reshard.simulate.simulation import Simulation  # noqa: E402
 
 CASES = ROOT / "tests" / "simulate" / "hosts.json"
-TRANSPORTS = ("gloo", "auto")  # that reach the goal; nccl alone does in most cases
+TRANSPORTS = ("gloo", "auto")  # that run all cases; nccl takes no GPU twice
 MACHINE = "h200-8"  # 50 GB/s each way for the NIC of a GPU, 400 GB/s for its NVLink
 
 

@@ -11,6 +11,8 @@ or a quarter: the fewest that its bytes fit into. They are about equally full, s
 
     pace 80, at least 80, 34, 10     in buckets     80  40  10
 
+Where all pairs have equally many, each has its pace.
+
 Extents and element sizes alone decide, and both ends have the same. So both compute the same buckets without a message.
 """
 
@@ -76,14 +78,14 @@ class Bucket:
 
 
 def cut_buckets(
-    schedule: Schedule, bucket_bytes: int, segment_bytes: int | None = None, *, pace: int = 0
+    schedule: Schedule, bucket_bytes: int, segment_bytes: int | None = None, *, pace: int = 0, equal: bool = False
 ) -> tuple[Bucket, ...]:
     """All buckets of a rank by stage, peer and number, each of at most `bucket_bytes`, a multiple of ALIGNMENT.
 
-    Segments have at most `segment_bytes`, by default a bucket's; with a `pace` a quarter of one, of 1 KiB or more. `schedule`
-    has no problems that `bind` would find.
+    Segments have at most `segment_bytes`, by default a bucket's; with a `pace` a quarter of one, of 1 KiB or more. If all pairs
+    have `equal` numbers, a bucket may be larger. `schedule` has no problems that `bind` would find.
     """
-    return tuple(_Cutter(schedule, bucket_bytes, segment_bytes or bucket_bytes, pace).buckets())
+    return tuple(_Cutter(schedule, bucket_bytes, segment_bytes or bucket_bytes, pace, equal).buckets())
 
 
 def pair_bytes(pair: NDArray[np.integer], nbytes: Ints) -> Ints:
@@ -99,8 +101,10 @@ def fewest_buckets(pair_bytes: Ints, bucket_bytes: int, segment_bytes: int) -> I
     return -(-pair_bytes // (bucket_bytes - 2 * segment_bytes))
 
 
-def paced(fewest: Ints, pace: int) -> Ints:
-    """How many buckets pairs have that need so many: `pace`, halved as often as they allow."""
+def paced(fewest: Ints, pace: int, *, equal: bool) -> Ints:
+    """How many buckets pairs have that need so many: `pace`, halved as often as they allow, unless all have `equal` numbers."""
+    if equal:
+        return np.full_like(fewest, pace)
     halvings = np.frexp(pace // np.maximum(fewest, 1))[1] - 1
     return np.asarray(pace >> halvings, np.int64)
 
@@ -133,10 +137,11 @@ class _Cutter:
     place of a matrix.
     """
 
-    def __init__(self, schedule: Schedule, bucket_bytes: int, segment_bytes: int, pace: int) -> None:
+    def __init__(self, schedule: Schedule, bucket_bytes: int, segment_bytes: int, pace: int, equal: bool) -> None:
         self._schedule = schedule
         self._itemsizes = itemsizes(schedule)
         self._bucket_bytes, self._segment_bytes, self._pace = bucket_bytes, segment_bytes, pace
+        self._equal = equal
         self._casts = CastKinds.of(schedule)
 
     def buckets(self) -> Iterator[Bucket]:
@@ -161,7 +166,8 @@ class _Cutter:
         nbytes = np.array([each.nbytes for each in known], np.int64)[segment_of]
         if self._pace:
             sums = pair_bytes(pair, table.nbytes)
-            counts = paced(fewest_buckets(sums[sums > 0], self._bucket_bytes, self._segment_bytes), self._pace)
+            fewest = fewest_buckets(sums[sums > 0], self._bucket_bytes, self._segment_bytes)
+            counts = paced(fewest, self._pace, equal=self._equal)
             starts, bucket_offsets = pack_evenly(pair_of, nbytes, counts)
         else:
             starts, bucket_offsets = pack(pair_of, nbytes, self._bucket_bytes, self._segment_bytes)

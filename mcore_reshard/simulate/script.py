@@ -238,14 +238,27 @@ def _nccl_buckets(
         np.concatenate([end for traffic in hops for end in (traffic.src, traffic.dst)]), minlength=ranks
     )
     division = divide(budget, pairs.tolist(), parts=parts, hops=kinds, members=members, shared=shared)
-    if division.keeps_pace:
+    if division.is_even:
+        nbytes = np.zeros(ranks, np.int64)
+        for traffic in hops:
+            for end in (traffic.src, traffic.dst):
+                np.add.at(nbytes, end, traffic.aligned_pair_bytes)
+        windows = int(division.windows_needed(nbytes, pairs).max())
+        division = division.with_most([(windows, windows)])
+    elif division.keeps_pace:
         most = [0, 0]
         for traffic in hops:
             needed = fewest_buckets(traffic.aligned_pair_bytes, *division.cut_sizes(traffic.kind))
             most[traffic.kind != "train"] = max(most[traffic.kind != "train"], int(needed.max()))
         division = division.with_most([most])
     first, *others = (
-        _buckets(traffic, "nccl", *division.cut_sizes(traffic.kind), pace=division.pace(traffic.kind))
+        _buckets(
+            traffic,
+            "nccl",
+            *division.cut_sizes(traffic.kind),
+            pace=division.pace(traffic.kind),
+            equal=division.is_even,
+        )
         for traffic in hops
     )
     for other in others:
@@ -254,7 +267,13 @@ def _nccl_buckets(
 
 
 def _buckets(
-    traffic: Traffic, kind: Kind, bucket_bytes: int, segment_bytes: int | None = None, *, pace: int = 0
+    traffic: Traffic,
+    kind: Kind,
+    bucket_bytes: int,
+    segment_bytes: int | None = None,
+    *,
+    pace: int = 0,
+    equal: bool = False,
 ) -> PairBuckets:
     """The buckets that `cut_buckets` makes of the same transfers; direct has one for each pair of ranks in a stage."""
     ends = traffic.src, traffic.dst, traffic.stage, np.full(len(traffic.src), traffic.hop)
@@ -273,7 +292,7 @@ def _buckets(
     pair = np.repeat(np.arange(len(alike)), np.diff(models.first))[transfer]
     nbytes = np.concatenate(pieces).astype(np.int64)[piece]
     if pace:
-        counts = paced(fewest_buckets(models.aligned_pair_bytes, bucket_bytes, segment_bytes), pace)
+        counts = paced(fewest_buckets(models.aligned_pair_bytes, bucket_bytes, segment_bytes), pace, equal=equal)
         starts, offsets = pack_evenly(pair, nbytes, counts)
     else:
         starts, offsets = pack(pair, nbytes, bucket_bytes, segment_bytes)

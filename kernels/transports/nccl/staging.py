@@ -20,9 +20,10 @@ have few buckets, half as many.
 
 Replicas that pass bytes on do so in the rounds of the trainer's next waves. One group has what a rank receives from the
 trainer and from replicas, and what it sends to these. The fuller side of the fullest rank decides how long such a round
-takes. So messages are smaller, or only those over NVLink; and pairs keep a pace: the number of buckets of the trainer's pair
-with the most, and for replicas a multiple of it. Pairs have so many, half as many, a quarter (see `cut_buckets`). The trainer's
-pace, its half, or a multiple is the number of windows:
+takes. In many parts pairs exchange much alike: each has one bucket in every window, so that all windows take equally long.
+In few parts messages are smaller, or only those over NVLink; and pairs keep a pace: the number of buckets of the trainer's
+pair with the most, and for replicas a multiple of it. Pairs have so many, half as many, a quarter (see `cut_buckets`). The
+trainer's pace, its half, or a multiple is the number of windows:
 
     own numbers      20 of the trainer's, 128 of a replica's, 64 windows        4 or 5 of 16 pairs of the trainer in a window
     in pace          20 of the trainer's, 140 of a replica's, 40 windows        8 of 16
@@ -118,6 +119,7 @@ class Division:
     of_shares: int = 1  # so many times smaller are buckets that they send within their domain
     segments: int = 1  # of a full bucket; fewer where they would be too small
     keeps_pace: bool = False  # whether pairs of a hop have as many buckets, half as many, or a quarter
+    is_even: bool = False  # whether all pairs have equally many, one for each window; keeps_pace then as well
     most: tuple[int, int] | None = None  # buckets of the pair with the most, once known: of the trainer's, of replicas
     windows: int = 1
     shared: SharedGpus | None = None  # where members of both sides share GPUs
@@ -167,7 +169,9 @@ class Division:
     def with_most(self, most: Iterable[Sequence[int]]) -> Division:
         """The division once it is known how many buckets the pairs with the most have, by rank."""
         of_train, of_replicas = (max(each) for each in zip(*most, strict=True))
-        if self.keeps_pace:
+        if self.is_even:
+            of_train = of_replicas = max(2, of_train, of_replicas)  # both streams have rounds
+        elif self.keeps_pace:
             of_train, of_all = pace_of(of_train), max(1, pace_of(of_train or of_replicas))
             of_replicas = -(-of_replicas // of_all) * of_all
         return replace(self, most=(of_train, of_replicas))
@@ -180,7 +184,17 @@ class Division:
         """The buckets of a rank in one hop; none yet where pairs keep a pace that is not known."""
         if self.keeps_pace and self.most is None:
             return ()
-        return cut_buckets(schedule, *self.cut_sizes(schedule.hop_kind), pace=self.pace(schedule.hop_kind))
+        kind = schedule.hop_kind
+        return cut_buckets(schedule, *self.cut_sizes(kind), pace=self.pace(kind), equal=self.is_even)
+
+    def windows_needed(self, nbytes: Size, pairs: Size) -> Size:
+        """In how many windows slots have room for so many bytes of a rank, if each of its pairs has a bucket in every one.
+
+        A bucket may be larger than the others by a segment.
+        """
+        _, segment_bytes = self.cut_sizes("train")
+        room = np.maximum(self.slot_bytes - pairs * (segment_bytes + DIGEST_BYTES), self.slot_bytes // 2)
+        return -(-nbytes // room)  # type: ignore[return-value]
 
     def phase_of(self, turn: Any, stage: Any, ranks: Any) -> Any:
         """Where in its part a bucket's moment is; `ranks` as in `joined_phase_of`. Also of arrays."""
@@ -225,8 +239,13 @@ class HopEnd:
         if not division.keeps_pace:
             return max(Counter((bucket.stage, bucket.peer) for bucket in self.buckets).values(), default=0)
         sizes = division.cut_sizes(self.schedule.hop_kind)
+        return int(fewest_buckets(self.pair_bytes(), *sizes).max(initial=0))
+
+    def pair_bytes(self) -> Ints:
+        """Bytes that pass with each peer in each stage, where any do."""
         pairs = [pair_bytes(table.peer, table.nbytes) for table in self.schedule.tables]
-        return max((int(fewest_buckets(nbytes, *sizes).max(initial=0)) for nbytes in pairs), default=0)
+        nbytes = np.concatenate([np.zeros(0, np.int64), *pairs])
+        return nbytes[nbytes > 0]
 
     def way(self, peer: Any) -> tuple[Any, Any]:
         """The group ranks of the sender and the receiver of a message with a peer. Also of arrays."""
@@ -346,11 +365,13 @@ def divide(
     """Divide scratch so that the rank with the most peers fits. `pairs[r]` is the `pair_count` of group rank `r`.
 
     A slot has a place for one bucket of each peer, or for 16. With 2 streams of 2 slots, 4 peers and 512 MiB, buckets have 32
-    MiB. Where replicas send as well, in these `hops`, a slot has up to 48, and pairs keep a pace. So they do where a rank has
-    many peers: 48 or more. Then slots have 7 places, but 48 for up to 127 peers in a refit of 16 `parts` or more. Where many
-    peers have replicas that send within their domain alone, slots have 12 places, and pairs keep no pace. `members` are the
-    ranks with peers in any part, by default in this one. `shared` says which ranks are beside them, and may forward. Where
-    ranks of both sides share GPUs, there may be more streams.
+    MiB. Where replicas send as well, in these `hops`, a slot has up to 48. Pairs then keep a pace; in a refit of 16 `parts` or
+    more, each has a bucket in every window. They also keep a pace where a rank has many peers: 48 or more. Then slots have 7
+    places, but 48 for up to 127 peers in 16 parts. Where many peers have replicas that send within their domain alone, slots
+    have 12 places, and pairs keep no pace.
+
+    `members` are the ranks with peers in any part, by default in this one. `shared` says which ranks are beside them, and may
+    forward. Where ranks of both sides share GPUs, there may be more streams.
     Raises ValueError if less than one element fits.
     """
     with_peers = tuple(rank for rank, count in enumerate(pairs) if count)
@@ -370,9 +391,9 @@ def divide(
     digest_bytes = DIGEST_BYTES if budget.checksums else 0
     places = min(max(counts), most_messages)
     is_roomy = budget.scratch_bytes >= 2 * _LEAST_PACED_BYTES * slots * most_messages
-    if is_fine and "share" in hops and parts >= _SO_MANY_PARTS and is_roomy:
-        # Rounds have bytes by NIC and by NVLink. With few large messages, some would wait for the NIC, and some would not.
-        places = most_messages
+    is_even = bool(is_fine and hops) and parts >= _SO_MANY_PARTS and is_roomy
+    if is_even:
+        places = most_messages  # so that segments are small
     bucket_bytes = bucket_bytes_within(budget.scratch_bytes, places, slots, digest_bytes)
     keeps_pace = (is_fine or is_large) and bucket_bytes >= _LEAST_PACED_BYTES
     keeps_streams = min(counts) >= _MANY_PEERS * budget.streams or (shared is not None and shared.digits > 1)
@@ -385,6 +406,7 @@ def divide(
         of_shares=_OF_SHARES if hops and not is_fine else 1,
         segments=_SEGMENTS if has_many or is_fine else 1,
         keeps_pace=keeps_pace,
+        is_even=is_even and keeps_pace,
         shared=shared,
     )
 
@@ -417,7 +439,14 @@ def _streams_of_turns(bits: int, streams: int) -> Ints:
 
 
 def most_buckets(ends: Iterable[HopEnd], division: Division) -> tuple[int, int]:
-    """Buckets of the pair with the most among a rank's: of those with the other world, of those of replicas."""
+    """Buckets of the pair with the most among a rank's: of those with the other world, of those of replicas.
+
+    If all pairs have equally many, so many windows as the rank needs.
+    """
+    if division.is_even:
+        pairs = np.concatenate([end.pair_bytes() for end in ends])
+        windows = int(division.windows_needed(int(pairs.sum()), len(pairs)))
+        return windows, windows
     first, *others = (end.most_buckets(division) for end in ends)
     return first, max(others, default=0)
 
