@@ -49,7 +49,7 @@ def row(cell: Cell, verdict: Verdict, seconds: float) -> dict[str, Any]:
         "victim": cell.victim,
         **({"seat": cell.seat} if cell.seat else {}),
         "transport": cell.transport,
-        "replica_ranks": cell.replica_ranks,
+        **({"replica_ranks": cell.replica_ranks} if cell.replica_ranks > 1 else {}),
         **({"commit": "staged"} if cell.staged else {}),
         **({"train_ranks": 1} if cell.train_ranks == 1 else {}),
         **({"replicas": 1} if cell.replicas == 1 else {}),

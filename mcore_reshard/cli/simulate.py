@@ -255,7 +255,7 @@ def _notes(each: _Simulated) -> Iterator[str]:
             yield _about_pxn(each.simulation)
         else:
             yield "nccl sends by the GPU's own NIC, as NCCL_P2P_PXN_LEVEL or NCCL_PXN_DISABLE says"
-    entering_s = max((link.seconds for link in each.simulation.links if link.kind == "NIC in"), default=0.0)
+    entering_s = _busiest(each.simulation, "NIC in")
     if entering_s > _FAR_FROM_LEAST * each.least_s:
         yield (
             f"what enters by the busiest NIC takes {entering_s / each.least_s:.2f} times the least, which takes every NIC of an"
@@ -267,8 +267,8 @@ def _notes(each: _Simulated) -> Iterator[str]:
 
 def _about_pxn(outcome: Simulation) -> str:
     """What nccl's choice of NICs costs, if it is much, or how to find out."""
-    leaving_s = max((link.seconds for link in outcome.links if link.kind == "NIC out"), default=0.0)
-    if leaving_s > _FAR_FROM_LEAST * outcome.own_nic_s:
+    leaving_s, entering_s = (_busiest(outcome, kind) for kind in ("NIC out", "NIC in"))
+    if leaving_s > _FAR_FROM_LEAST * max(outcome.own_nic_s, entering_s):
         return (
             f"nccl sends by the NIC on the receiver's rail: the busiest one sends for {seconds_text(leaving_s)}; with"
             f" NCCL_P2P_PXN_LEVEL=0 on all ranks, for {seconds_text(outcome.own_nic_s)}: set it here to see the refit"
@@ -276,6 +276,11 @@ def _about_pxn(outcome: Simulation) -> str:
     return (
         "nccl sends by the NIC on the receiver's rail; with NCCL_P2P_PXN_LEVEL=0, by the GPU's own: set it to compare"
     )
+
+
+def _busiest(outcome: Simulation, kind: str) -> float:
+    """For how long the busiest link of a kind carries bytes, at full bandwidth."""
+    return max((link.seconds for link in outcome.links if link.kind == kind), default=0.0)
 
 
 def _span(step: Step) -> str:

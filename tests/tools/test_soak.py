@@ -66,7 +66,7 @@ def test_replicas_that_come_and_go_leave_no_keys() -> None:
 
 def test_a_page_says_which_cells_have_a_problem(tmp_path: Path) -> None:
     row = {
-        "phase": "voted", "fault": "kill", "victim": "gen:0", "transport": "gloo", "replica_ranks": 1, "committed": False,
+        "phase": "voted", "fault": "kill", "victim": "gen:0", "transport": "gloo", "committed": False,
         "known_s": 1.5, "recovered_s": 2.5, "seconds": 4.0, "problems": {"torn": ["gen:1 has not committed version 2"]},
     }  # fmt: skip
     data = {
