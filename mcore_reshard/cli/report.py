@@ -56,8 +56,10 @@ def run(args: argparse.Namespace) -> int:
         summary["memory"] = None
         if proof.ok:
             with counted_beside(plan, topology, TRANSPORTS) as counted:
-                if topology is not None:
-                    simulation = simulate(plan, topology, args.transport, pxn=uses_pxn())
+                try:
+                    simulation = simulate(plan, topology, args.transport, pxn=uses_pxn()) if topology else None
+                except ValueError as error:
+                    raise InputError([str(error)]) from error
                 summary["memory"] = as_json(counted())
         page = report_page(plan, proof, summary, topology, simulation, measured)
     content = page.encode("utf-8", "replace")

@@ -486,6 +486,21 @@ def test_wrong_input_is_named_all_at_once(run: Run, plan_of: Callable[[list[str]
     assert outcome.code == 2 and "needs --topology for the machine" in outcome.err
 
 
+@pytest.mark.parametrize(
+    ("transport", "topology", "said"),
+    [
+        ("direct", "h200-8", "direct reaches GPUs of one NVLink domain"),
+        ("nccl", "h200-8,shared", "nccl takes no GPU twice"),
+    ],
+)
+def test_a_transport_that_cannot_move_these_bytes_is_one_clear_error(
+    run: Run, plan_of: Any, tmp_path: Path, transport: str, topology: str, said: str
+) -> None:
+    plan, page = plan_of(["tiny-llama", "--train", "tp=2", "--gen", "tp=2"]), tmp_path / "page.html"
+    outcome = run("report", plan, "-o", page, "--topology", topology, "--transport", transport)
+    assert outcome.code == 2 and outcome.err.startswith(f"mcore-reshard: {said}") and not page.exists()
+
+
 def test_the_page_does_not_take_the_place_of_its_plan_or_of_a_trace(
     run: Run, plan_of: Callable[[list[str]], Path], tmp_path: Path
 ) -> None:
