@@ -36,7 +36,8 @@ GPU_BYTES = {"h100-8": 80_000_000_000, "h200-8": 141_000_000_000, "gb200-nvl72":
 ACTIVATIONS = 0.3  # of a trainer's GPU, kept for activations, buffers and a refit's scratch
 KV_CACHE = 0.3  # of an engine's GPU, kept for the KV cache, activations and a refit's tables
 MOST_GPUS = 4096  # of a side
-_GEN_MESHES, _TRAIN_MESHES = 6, 3  # of the short list
+_GEN_MESHES, _TRAIN_MESHES = 6, 6  # of the short list
+_MANY_GPUS = 64  # of a trainer; with more, plans take longer: half as many of its meshes
 _SIMULATED = 3  # pairs
 _NEAR = 1.1  # costs that differ by less count as equal: other things decide
 _AS_FAST = 1.01  # bounds up to so many times the least count as equal
@@ -118,10 +119,11 @@ def advise(request: PlanRequest, topology: Topology, *, pxn: bool = True) -> Adv
     fitting_trains = [side for side in train_sides if side.nbytes <= train_room]
     fitting_gens = [side for side in gen_sides if side.nbytes <= gen_room]
     pairs: list[tuple[Advice, Plan]] = []
+    train_meshes = _TRAIN_MESHES if len(topology.train) <= _MANY_GPUS else _TRAIN_MESHES // 2
     for gen in _short_list(fitting_gens, _GEN_MESHES):
         room = gpu_bytes * (1 - KV_CACHE) - gen.nbytes if shared else train_room
         with_gen = [side for side in fitting_trains if side.nbytes <= room]
-        tried = [_advice(request, topology, train, gen, pxn=pxn) for train in _short_list(with_gen, _TRAIN_MESHES)]
+        tried = [_advice(request, topology, train, gen, pxn=pxn) for train in _short_list(with_gen, train_meshes)]
         as_fast = _AS_FAST * min((advice.bound_seconds for advice, _ in tried), default=0.0)
         equal = (pair for pair in tried if pair[0].bound_seconds <= as_fast)
         pairs += sorted(equal, key=lambda pair: (_cuts(pair[0].train), pair[0].bound_seconds))[:1]
