@@ -4,6 +4,7 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 
 _GROUPS = Path("/proc/self/cgroup")
@@ -34,16 +35,16 @@ def number_of_gpu(uuid: str) -> int | None:
 
 
 def gpus_numbered(gpus: Sequence[tuple[str, int | None]]) -> dict[str, int]:
-    """The number of each GPU of a host, of which ranks say UUID and number: this one, if all know it and no two are equal.
+    """The number of each GPU of a host, of which ranks say UUID and number. Those that nobody knows take the lowest free ones.
 
-    Else GPUs are numbered as they come: containers may see one GPU each, whose number is 0.
+    If ranks contradict each other, GPUs are numbered as they come: containers may see one GPU each, whose number is 0.
     """
-    told = {*gpus}
-    numbers = {number for _, number in told if number is not None}
-    uuids = dict.fromkeys(uuid for uuid, _ in gpus)
-    if len(numbers) == len(told) == len(uuids):
-        return {uuid: number for uuid, number in gpus if number is not None}
-    return {uuid: number for number, uuid in enumerate(uuids)}
+    told = {(uuid, number) for uuid, number in gpus if number is not None}
+    numbers = dict(told)
+    if not len(told) == len(numbers) == len({*numbers.values()}):
+        numbers = {}
+    free = (number for number in count() if number not in numbers.values())
+    return numbers | {uuid: next(free) for uuid in dict.fromkeys(uuid for uuid, _ in gpus) if uuid not in numbers}
 
 
 def is_importable(module: str) -> bool:

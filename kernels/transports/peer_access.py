@@ -78,7 +78,7 @@ class Reach(NamedTuple):
     reasons: dict[RankPair, str | None]  # why a pair cannot; None: it can
     hosts: tuple[str, ...]  # of each rank, training ranks first
     gpus: tuple[str, ...]  # the same; a rank without a GPU has its own name
-    rails: tuple[int, ...]  # the same: the number of each one's GPU on its host
+    rails: tuple[int, ...]  # the same: the number of each one's GPU on its host; -1: it has none
     nccl_unavailable_reason: str | None  # why some rank cannot use nccl
 
 
@@ -128,7 +128,7 @@ def reach_of_all(
     places = zip(seats, group_names(schedule), strict=True)
     gpus = tuple(seat.gpu or name for seat, name in places)
     hosts = tuple(seat.host for seat in seats)
-    rails = _rails(hosts, gpus, [seat.number for seat in seats])
+    rails = _rails(seats)
     lacking = (
         f"{name}: {seat.nccl_unavailable_reason}"
         for seat, name in zip(seats, group_names(schedule), strict=True)
@@ -137,13 +137,14 @@ def reach_of_all(
     return Reach(reasons, hosts, gpus, rails, next(lacking, None))
 
 
-def _rails(hosts: Sequence[str], gpus: Sequence[str], numbers: Sequence[int | None]) -> tuple[int, ...]:
-    """The number of each rank's GPU on its host."""
+def _rails(seats: Sequence[_Seat]) -> tuple[int, ...]:
+    """The number of each rank's GPU on its host; -1 for a rank without one."""
     of_hosts: dict[str, list[tuple[str, int | None]]] = {}
-    for host_name, gpu, number in zip(hosts, gpus, numbers, strict=True):
-        of_hosts.setdefault(host_name, []).append((gpu, number))
+    for seat in seats:
+        if seat.gpu:
+            of_hosts.setdefault(seat.host, []).append((seat.gpu, seat.number))
     numbered = {host_name: gpus_numbered(of_host) for host_name, of_host in of_hosts.items()}
-    return tuple(numbered[host_name][gpu] for host_name, gpu in zip(hosts, gpus, strict=True))
+    return tuple(numbered[seat.host][seat.gpu] if seat.gpu else -1 for seat in seats)
 
 
 def _pairs_to_read(schedule: Schedule) -> list[RankPair]:

@@ -118,7 +118,8 @@ def _connect_whole(context: TransportContext) -> Executor:
 def _connect_nccl(context: TransportContext, parts: Sequence[Sequence[BoundSchedule]]) -> Sequence[Executor]:
     options = context.options
     budget = ScratchBudget(options.scratch_bytes, checksums=options.checksums)
-    return connect_nccl(parts, context.store, timeout_s=options.timeout_s, budget=budget, shared=context.shared)
+    shared, device = context.shared, context.bound.device
+    return connect_nccl(parts, context.store, timeout_s=options.timeout_s, budget=budget, shared=shared, device=device)
 
 
 def _connect_gloo(context: TransportContext) -> Executor:

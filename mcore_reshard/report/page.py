@@ -124,9 +124,12 @@ class _Page:
             ("proof", "ok" if proof.ok else "FAILED", covered, "good" if proof.ok else "bad"),
         ]
         if simulation is not None:
-            least = f"at least {seconds_text(least_time(plan, simulation.topology).seconds)} by any plan"
-            bound = f"{simulation.seconds / simulation.bound_s:.2f} times the bound, " if simulation.bound_s else ""
-            tiles.append(("predicted", seconds_text(simulation.seconds), bound + least, ""))
+            least_s = least_time(plan, simulation.topology).seconds
+            of_bound, of_least = (simulation.seconds / each if each else 1.0 for each in (simulation.bound_s, least_s))
+            times = (
+                f"{of_bound:.2f} times the bound, {of_least:.2f} times the least of any plan, {seconds_text(least_s)}"
+            )
+            tiles.append(("predicted", seconds_text(simulation.seconds), times, ""))
         if measured is not None:
             more = f"{measured.name}: first to last byte"
             if simulation is not None and simulation.seconds:

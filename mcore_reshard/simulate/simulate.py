@@ -60,9 +60,9 @@ def simulate(
             f"direct reaches GPUs of one NVLink domain: {int((route == _NIC).sum())} messages would leave it; auto takes nccl"
             " for these"
         )
-    if transport == "nccl" and (twice := _with_both_sides(plan, topology, script)):
+    if transport == "nccl" and (twice := {*topology.train} & {*topology.gen}):
         raise ValueError(
-            f"nccl takes no GPU twice, and ranks of both sides share {twice} of them: auto takes direct within a GPU"
+            f"nccl takes no GPU twice, and ranks of both sides share {len(twice)} of them: auto takes direct within a GPU"
         )
     leaving_gpu = src_gpu
     if pxn and transport != "gloo":
@@ -130,13 +130,6 @@ def _forwarded(plan: Plan, topology: Topology, transport: str, script: Script, g
     on_rail = gpus[src] // of_host * of_host + gpus[dst] % of_host
     is_there = np.where(src < train, *(np.isin(on_rail, gpus[side]) for side in sides))
     return np.where((route == _NIC) & is_there, on_rail, gpus[src])
-
-
-def _with_both_sides(plan: Plan, topology: Topology, script: Script) -> int:
-    """How many GPUs have ranks of both sides, of those that exchange bytes."""
-    members = np.unique(np.concatenate([script.buckets.src, script.buckets.dst]))
-    gpus = np.concatenate([topology.gpus("train"), topology.gpus("gen")])[members]
-    return len(np.intersect1d(gpus[members < plan.train.world], gpus[members >= plan.train.world]))
 
 
 def _links(topology: Topology, route: Ints, src_gpu: Ints, dst_gpu: Ints) -> tuple[Ints, Ints, Floats]:

@@ -43,9 +43,9 @@ def with_forwarders(
     NCCL sends to another host by the NIC on the receiver's rail, through the GPU beside it, if a member is there (source:
     `ncclTopoGetNetDev` of graph/search.cc, 2.28.9). So hosts that send have a member on the rails of those that receive, if a
     rank is there. Where members of both sides share GPUs, a communicator has one side of a host: these are training ranks.
-    `trains` are the training ranks. `relays`: generation ranks send to other hosts as well.
+    `trains` are the training ranks; `rails` of ranks without a GPU are -1. `relays`: generation ranks send to other hosts as well.
     """
-    found, is_reached = members.copy(), np.isin(rails, rails[members & ~trains])
+    found, is_reached = members.copy(), (rails >= 0) & np.isin(rails, rails[members & ~trains])
     if np.isin(gpus[members & trains], gpus[members & ~trains]).any():
         return found | (trains & is_reached & np.isin(hosts, hosts[members & trains]))
     sends = members & (trains | relays)

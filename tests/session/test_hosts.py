@@ -152,7 +152,8 @@ def test_a_gpu_has_the_number_that_its_ranks_say_and_else_that_in_which_it_comes
         return [place.gpu for place in topology.gen]
 
     assert numbers("a/u#7", "a/v#4", "a/u#7") == [7, 4, 7]
-    assert numbers("a/u#0", "a/v#0") == numbers("a/u#7", "a/v") == numbers("a/u", "a/v") == [0, 1]
+    assert numbers("a/u#0", "a/v#0") == numbers("a/u#3", "a/u#5", "a/v#7")[1:] == numbers("a/u", "a/v") == [0, 1]
+    assert numbers("a/u#7", "a/v", "a/w#0", "a/x") == [7, 1, 0, 2]
     assert numbers("a/u#7", "b/v#0", "b/w#0") == [7, 0, 1]  # host by host
     topology = topology_of(["a/u#7", "b/v#3"], 1)
     assert topology is not None and topology.machine.gpus == 8

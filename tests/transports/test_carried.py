@@ -84,7 +84,7 @@ def test_every_byte_arrives_on_gpus(case: Case, transport: str, checksums: bool)
     plan = case.plan()
     ranks = plan.train.world + plan.gen.world
     unreachable = apart(case) if transport == "auto" else ""
-    options = {"checksums": checksums, "scratch_bytes": 256 << 10}
+    options = {"checksums": checksums, "scratch_bytes": 1 << 20}  # over nccl each pair has a message in every window
     told = run_ranks(ranks, on_gpus, case, transport, unreachable, options, timeout_s=180.0, method="spawn")
     engine = {"direct+nccl"} if transport == "auto" else {"nccl"}
     assert values(told) == [({"nccl"}, {})] * plan.train.world + [(engine, {})] * plan.gen.world

@@ -16,6 +16,8 @@ from helpers.ranks import run_ranks, store_of, values
 from test_shared_gpus import APART, MORE_HOSTS, TWO_HOSTS, gpus_of
 
 from mcore_reshard.kernels.copies.bind import bind
+from mcore_reshard.kernels.options import Options
+from mcore_reshard.kernels.transports import registry
 from mcore_reshard.kernels.transports.nccl import connection, executor
 from mcore_reshard.kernels.transports.nccl.communicator import Payload
 from mcore_reshard.kernels.transports.nccl.connection import NcclConnection
@@ -153,3 +155,20 @@ def test_a_rank_beside_those_that_send_joins_and_connects_to_nobody() -> None:
     check(told, [*range(len(told))])
     assert [len(of_rank) for of_rank in told] == [2, 2, 0, 2, 2, 2]
     assert [connects for *_, connects in told[3].values()] == [[], []]
+
+
+def test_a_rank_beside_those_that_send_is_on_its_gpu_although_its_parts_have_no_tensors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Waves have only the tensors of what they move: a rank that exchanges nothing has none in any."""
+    told: dict[str, Any] = {}
+    monkeypatch.setattr(registry, "connect_nccl", lambda parts, store, **settings: told.update(settings))
+    gpu = torch.device("cuda", 3)
+    context = SimpleNamespace(options=Options(), store=None, shared=None, bound=SimpleNamespace(device=gpu))
+    registry._connect_nccl(context, [[]])  # type: ignore[arg-type]
+    assert told["device"] == gpu
+    part = SimpleNamespace(schedule=schedule_of(Case("tiny-llama", "tp=2", "tp=2").plan(), "train", 0))
+    part.rank_name, part.device = "train:0", None
+    monkeypatch.setattr(NcclConnection, "_divide", lambda *_: [])
+    found = NcclConnection([[part]], None, timeout_s=1.0, budget=ScratchBudget(), device=gpu)  # type: ignore[arg-type, list-item]
+    assert found.device == gpu

@@ -22,7 +22,7 @@ from mcore_reshard.kernels.copies.buckets import places_in_tensors
 from mcore_reshard.kernels.copies.copy_table import COPY
 from mcore_reshard.kernels.cuda.digests import digest
 from mcore_reshard.kernels.cuda.tiles import cut_tiles
-from mcore_reshard.kernels.options import ALIGNMENT
+from mcore_reshard.kernels.options import ALIGNMENT, MAX_BUCKET_BYTES
 from mcore_reshard.kernels.transports.nccl.staging import (
     Division,
     HopEnd,
@@ -542,3 +542,62 @@ def test_the_tables_that_the_gpu_walks_move_the_same_bytes(worlds: Worlds, seed:
                 run_tiles(tiles)
     assert not on_the_wire
     check_delivered(transfers, bound_schedules, worlds)
+
+
+RELAYED = [
+    Case("tiny-qwen3", "tp=2,pp=2", "tp=2,dp=4", machine="h200-8,gpus=4"),
+    Case("tiny-qwen3-moe", "tp=2,ep=2", "tp=1,dp=6", machine="h200-8,gpus=2"),
+]
+
+
+@pytest.mark.parametrize("checksums", [False, True], ids=["plain", "checksums"])
+@pytest.mark.parametrize("transport", ["auto", "nccl"])
+@pytest.mark.parametrize("case", RELAYED, ids=str)
+def test_in_many_waves_every_pair_has_one_message_in_each_window(
+    case: Case, transport: str, checksums: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All windows of a part are then equally full, and every element arrives."""
+    monkeypatch.setattr("mcore_reshard.planner.plan.plan.waves_for", lambda *_, **__: 16)
+    divisions: list[Division] = []
+    cut = Division.with_most
+
+    def noted(self: Division, most: Any) -> Division:
+        divisions.append(cut(self, most))
+        return divisions[-1]
+
+    monkeypatch.setattr(Division, "with_most", noted)
+    plan, budget = case.plan(), ScratchBudget(512 << 10, checksums=checksums)
+    assert plan.waves == 16 and plan.later_hops == ("relay", "share")
+    parts, communicators, tensors = joined_parts(case, budget, transport=transport)
+    even = [number for number, division in enumerate(divisions) if division.is_even]
+    assert len(even) >= 15
+    for number in even:
+        for device in parts[number].values():
+            windows: dict[tuple[int, int, int], list[int]] = {}
+            for each in device.found:
+                for placed in each.placed_messages:
+                    windows.setdefault((placed.end, placed.bucket.stage, placed.bucket.peer), []).append(each.window)
+            assert all(len({*found}) == len(found) for found in windows.values())
+            assert sum(slot_bytes(device.found).values()) <= budget.scratch_bytes
+    run_in_any_order(parts, communicators, np.random.default_rng(0))
+    if transport == "auto":
+        share(plan, tensors)
+    ranks = range(plan.gen.world)
+    assert [synthetic.wrong_elements(plan, "gen", rank, tensors[plan.train.world + rank]) for rank in ranks] == [
+        {} for _ in ranks
+    ]
+
+
+def test_windows_have_room_for_what_alignment_takes_where_scratch_is_small() -> None:
+    """One pair, whose transfers are cut into segments of few bytes, of which none is a multiple of 16."""
+    division = divide(ScratchBudget(384 << 10), [1, 1], parts=16, hops=("relay",))
+    _, segment_bytes = division.cut_sizes("train")
+    nbytes = 40 * division.slot_bytes
+    windows = int(division.windows_needed(nbytes, 1))
+    padded = nbytes + ALIGNMENT * (nbytes // (segment_bytes // 2 + 1))
+    assert division.is_even and padded / windows + segment_bytes <= division.slot_bytes
+
+
+def test_no_bucket_is_larger_than_any_may_be() -> None:
+    division = divide(ScratchBudget(8 << 30), [1, 1], parts=16, hops=("relay",))
+    assert division.is_even and 3.9e9 / int(division.windows_needed(3_900_000_000, 1)) <= MAX_BUCKET_BYTES

@@ -138,6 +138,8 @@ def test_ranks_beside_those_that_send_are_members_on_rails_that_are_reached() ->
     assert at.members([0, 1, 4, 5]) == (0, 1, 3, 4, 5)
     assert at.members([0, 1, 4]) == (0, 1, 4)
     assert at.members([2, 3, 4, 5]) == (2, 3, 4, 5)  # nobody sends from a
+    without = SharedGpus.of("aaaabb", range(6), [0, 1, 2, -1, 0, 3], 2, passes_on=False)
+    assert without.members([0, 1, 4, 5]) == (0, 1, 4, 5)  # gen:1 has no GPU
     apart = SharedGpus.of(range(6), range(6), rails, 2, passes_on=False)  # each GPU counts as a host
     assert apart.members([0, 1, 4, 5]) == (0, 1, 4, 5)
 

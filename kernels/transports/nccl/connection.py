@@ -70,7 +70,8 @@ class NcclConnection:
     """A rank's side of all its parts. All ranks construct it at the same time, with as many parts and the same `budget`.
 
     A part has what the rank exchanges with the other world, and then what replicas send and receive of each other.
-    `shared` says where ranks are that may share GPUs.
+    `shared` says where ranks are that may share GPUs. A rank beside those that send may have no tensor in any part: then
+    `device` says its GPU.
     """
 
     def __init__(
@@ -81,12 +82,13 @@ class NcclConnection:
         timeout_s: float,
         budget: ScratchBudget,
         shared: SharedGpus | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self.timeout_s = timeout_s
         self._parts = [[bound.schedule for bound in part] for part in parts]
         self.rank_name, self._schedule = parts[0][0].rank_name, parts[0][0].schedule
         devices = (bound.device for part in parts for bound in part if bound.device is not None)
-        self.device = next(devices, torch.device("cpu"))
+        self.device = device or next(devices, torch.device("cpu"))
         self._own = group_rank(self._schedule, self._schedule.world, self._schedule.rank)
         self._exchange = StoreExchange(store, self.rank_name, group_names(self._schedule), timeout_s)
         self.budget = budget

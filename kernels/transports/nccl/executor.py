@@ -57,6 +57,7 @@ def connect_nccl(
     timeout_s: float,
     budget: ScratchBudget = ScratchBudget(),  # noqa: B008
     shared: SharedGpus | None = None,
+    device: torch.device | None = None,
     copy_ctas: int = DEFAULT_COPY_CTAS,
 ) -> list[NcclExecutor]:
     """Connect the executors of parts that run one after another; they share communicators and slots.
@@ -65,7 +66,7 @@ def connect_nccl(
 
     All ranks of the session call this at the same time, with as many parts and the same `budget`.
     """
-    connection = NcclConnection(parts, store, timeout_s=timeout_s, budget=budget, shared=shared)
+    connection = NcclConnection(parts, store, timeout_s=timeout_s, budget=budget, shared=shared, device=device)
     executors = [NcclExecutor(connection, part, number) for number, part in enumerate(parts)]
     connection.executors = executors
     with connection.give_up_on_error():

@@ -45,7 +45,7 @@ class SharedGpus:
 
     cells: tuple[int, ...]  # the host of each, or the GPU: over nccl a trainer sends nothing within its cell
     gpus: tuple[int, ...]  # the GPU of each
-    rails: tuple[int, ...]  # the number of that GPU on its host
+    rails: tuple[int, ...]  # the number of that GPU on its host; -1 for a rank without one
     train_ranks: int
     passes_on: bool  # whether replicas pass on over nccl
 

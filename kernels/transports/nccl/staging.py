@@ -56,7 +56,7 @@ from mcore_reshard.kernels.copies.buckets import (
 )
 from mcore_reshard.kernels.copies.casts import Casts, bound_casts
 from mcore_reshard.kernels.copies.copy_table import COPY, SCRATCH, Ints, joined
-from mcore_reshard.kernels.options import ALIGNMENT, DEFAULT_SCRATCH_BYTES
+from mcore_reshard.kernels.options import ALIGNMENT, DEFAULT_SCRATCH_BYTES, MAX_BUCKET_BYTES
 from mcore_reshard.kernels.transports.rounds import (
     bucket_bytes_within,
     joined_phase_of,
@@ -190,11 +190,12 @@ class Division:
     def windows_needed(self, nbytes: Size, pairs: Size) -> Size:
         """In how many windows slots have room for so many bytes of a rank, if each of its pairs has a bucket in every one.
 
-        A bucket may be larger than the others by a segment.
+        A bucket may be larger than the others by a segment. Segments are half full or more, and each is aligned.
         """
         _, segment_bytes = self.cut_sizes("train")
         room = np.maximum(self.slot_bytes - pairs * (segment_bytes + DIGEST_BYTES), self.slot_bytes // 2)
-        return -(-nbytes // room)  # type: ignore[return-value]
+        padded = nbytes + 2 * ALIGNMENT * (nbytes // segment_bytes)
+        return -(-padded // np.minimum(room, MAX_BUCKET_BYTES - segment_bytes))  # type: ignore[return-value]
 
     def phase_of(self, turn: Any, stage: Any, ranks: Any) -> Any:
         """Where in its part a bucket's moment is; `ranks` as in `joined_phase_of`. Also of arrays."""
