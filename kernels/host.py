@@ -3,6 +3,7 @@
 import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import cache
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -16,6 +17,7 @@ def host() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
+@cache
 def number_of_gpu(uuid: str) -> int | None:
     """The number of a GPU among those of its host, as NVML counts them; None where NVML does not say.
 
@@ -34,17 +36,27 @@ def number_of_gpu(uuid: str) -> int | None:
     return None if failed else number.value
 
 
-def gpus_numbered(gpus: Sequence[tuple[str, int | None]]) -> dict[str, int]:
-    """The number of each GPU of a host, of which ranks say UUID and number. Those that nobody knows take the lowest free ones.
+def gpu_numbers(places: Sequence[tuple[str, str, int | None]]) -> list[int]:
+    """The number of each rank's GPU on its host; `places` are its host, the GPU's name there, and the number that it says.
 
-    If ranks contradict each other, GPUs are numbered as they come: containers may see one GPU each, whose number is 0.
+    GPUs whose number nobody says take the lowest free ones. If ranks of a host contradict each other, its GPUs are numbered
+    as they come: containers may see one GPU each, whose number is 0.
     """
-    told = {(uuid, number) for uuid, number in gpus if number is not None}
+    of_hosts: dict[str, list[tuple[str, int | None]]] = {}
+    for host_name, gpu, number in places:
+        of_hosts.setdefault(host_name, []).append((gpu, number))
+    numbered = {host_name: _numbered(said) for host_name, said in of_hosts.items()}
+    return [numbered[host_name][gpu] for host_name, gpu, _ in places]
+
+
+def _numbered(gpus: Sequence[tuple[str, int | None]]) -> dict[str, int]:
+    """The number of each GPU of one host."""
+    told = {(gpu, number) for gpu, number in gpus if number is not None}
     numbers = dict(told)
     if not len(told) == len(numbers) == len({*numbers.values()}):
         numbers = {}
     free = (number for number in count() if number not in numbers.values())
-    return numbers | {uuid: next(free) for uuid in dict.fromkeys(uuid for uuid, _ in gpus) if uuid not in numbers}
+    return numbers | {gpu: next(free) for gpu in dict.fromkeys(gpu for gpu, _ in gpus) if gpu not in numbers}
 
 
 def is_importable(module: str) -> bool:

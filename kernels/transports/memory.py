@@ -116,8 +116,7 @@ def session_memory(
     """The memory of a session with `plan`, over each of the `transports`.
 
     `auto` is among them where `topology`, by default that of the plan, says where ranks are; `nccl` is not where that has
-    ranks of both sides on a GPU. Raises ValueError where
-    `options.scratch_bytes` are too few for nccl or for casts.
+    ranks of both sides on a GPU. Raises ValueError where `options.scratch_bytes` are too few for nccl or for casts.
     """
     topology = topology or plan.topology
     worlds: tuple[World, World] = ("train", "gen")

@@ -26,7 +26,7 @@ import torch
 from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.copies.tensors import gpu_of
 from mcore_reshard.kernels.errors import TransportUnavailable
-from mcore_reshard.kernels.host import gpus_numbered, host, number_of_gpu
+from mcore_reshard.kernels.host import gpu_numbers, host, number_of_gpu
 from mcore_reshard.kernels.rendezvous.exchange import StoreExchange
 from mcore_reshard.kernels.rendezvous.store_keys import FailFastStore
 from mcore_reshard.planner.plan.schedule import Schedule
@@ -139,12 +139,8 @@ def reach_of_all(
 
 def _rails(seats: Sequence[_Seat]) -> tuple[int, ...]:
     """The number of each rank's GPU on its host; -1 for a rank without one."""
-    of_hosts: dict[str, list[tuple[str, int | None]]] = {}
-    for seat in seats:
-        if seat.gpu:
-            of_hosts.setdefault(seat.host, []).append((seat.gpu, seat.number))
-    numbered = {host_name: gpus_numbered(of_host) for host_name, of_host in of_hosts.items()}
-    return tuple(numbered[seat.host][seat.gpu] if seat.gpu else -1 for seat in seats)
+    numbers = iter(gpu_numbers([(seat.host, seat.gpu, seat.number) for seat in seats if seat.gpu]))
+    return tuple(next(numbers) if seat.gpu else -1 for seat in seats)
 
 
 def _pairs_to_read(schedule: Schedule) -> list[RankPair]:

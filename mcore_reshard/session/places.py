@@ -15,7 +15,7 @@ from hashlib import sha256
 
 import torch
 
-from mcore_reshard.kernels.host import gpus_numbered, host, number_of_gpu
+from mcore_reshard.kernels.host import gpu_numbers, host, number_of_gpu
 from mcore_reshard.planner.topology.topology import MACHINES, Place, Topology
 
 # Only how much faster NVLink is than a NIC matters to a plan.
@@ -47,9 +47,8 @@ def topology_of(places: Sequence[str], train_ranks: int, planned: Topology | Non
     if not decide(places, train_ranks):
         return None
     said = [(name, *_parsed(gpu)) for name, _, gpu in (place.partition("/") for place in places)]
-    hosts = [*dict.fromkeys(name for name, *_ in said)]
-    numbers = {host: gpus_numbered([(uuid, number) for name, uuid, number in said if name == host]) for host in hosts}
-    at = [Place(hosts.index(name), numbers[name][uuid]) for name, uuid, _ in said]
+    hosts = {name: number for number, name in enumerate(dict.fromkeys(name for name, *_ in said))}
+    at = [Place(hosts[name], number) for (name, *_), number in zip(said, gpu_numbers(said), strict=True)]
     machine = _MACHINE if planned is None else planned.machine
     machine = replace(machine, gpus=1 + max(place.gpu for place in at), hosts_per_domain=1)
     return Topology(machine, tuple(hosts), tuple(at[:train_ranks]), tuple(at[train_ranks:]))

@@ -407,7 +407,7 @@ def divide(
         of_shares=_OF_SHARES if hops and not is_fine else 1,
         segments=_SEGMENTS if has_many or is_fine else 1,
         keeps_pace=keeps_pace,
-        is_even=is_even and keeps_pace,
+        is_even=is_even,
         shared=shared,
     )
 
